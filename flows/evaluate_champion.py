@@ -23,8 +23,9 @@ from flows.runtime.pipeline_result import PipelineResult
 from rl_core.analysis.statistics import Rate
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings
+from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, judge, note_check, settings_of_check
+from tasks.pipeline.record import finished_run
 from tasks.stages.evaluate import read_evaluation
 from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking
@@ -81,7 +82,9 @@ def _check(settings: PipelineSettings) -> CheckResult:
         number = count_checks(home, champion.version)
         typed = settings_of_check(settings, champion, number)
         tags = {"check.version": str(champion.version), "check.number": str(number + 1)}
-        pipeline = execute(typed, models={"champion": champion.reference}, tags=tags, lock=lock)
+        # One that was killed when its run had ended, and before it was noted, goes on with that run.
+        started = finished_run(home, settings_digest(typed))
+        pipeline = execute(typed, models={"champion": champion.reference}, tags=tags, lock=lock, started=started)
         result = read_evaluation(pipeline.results["evaluate"].path, "champion")
         fault("check.played")
         registered = figure_of(champion.tags)

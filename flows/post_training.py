@@ -130,11 +130,13 @@ def execute(
     lock: FolderLock | None = None,
     on_drift: OnDrift = "refuse",
     restart: bool = False,
+    started: str = "",
 ) -> PipelineResult:
     """One pass over the stages within a flow run; called by every training flow through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, on_drift, restart, lock: see `RunOptions` and `PipelineRun`.
+        fresh, only, models: see `post_training`. tags, on_drift, restart, started, lock: see `RunOptions` and
+            `PipelineRun`.
     """
     refuse_bad_rows(typed)
     fault("flow.begun")
@@ -147,7 +149,7 @@ def execute(
                 on_drift="anew" if restart else on_drift,
                 restart=restart,
                 given=models or {},
-                started=_started.get(),
+                started=started or _started.get(),
                 tags=tags or {},
                 flow_run=FlowRunAddress(
                     id=str(flow_run.id or ""),

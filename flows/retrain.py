@@ -25,9 +25,10 @@ from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import PosttrainError
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings
+from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.data_lineage import record_sources
 from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.pipeline.record import finished_run
 from tasks.pipeline.run_options import OnDrift
 from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
@@ -146,10 +147,12 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift
     tags = {
         "retrain.number": str(record.number),
         "retrain.start": f"version {record.start}" if record.start else "base",
-        "retrain.reason": plan.why[:500],
+        "retrain.reason": record.reason[:500],
     }
+    # One that was killed when its run had ended, and before its outcome was recorded, goes on with that run.
+    started = finished_run(home, settings_digest(settings)) if plan.continues else ""
     try:
-        pipeline = execute(settings, tags=tags, lock=lock, on_drift=on_drift, restart=restart)
+        pipeline = execute(settings, tags=tags, lock=lock, on_drift=on_drift, restart=restart, started=started)
     except PosttrainError as error:
         close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise

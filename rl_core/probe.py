@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.analysis.probe_results import ModelProbe
 from rl_core.data.chat import ChatRenderer
@@ -28,6 +28,9 @@ from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import CoherenceSettings
 from rl_core.types import Rollout, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
 

@@ -9,15 +9,19 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import checkpoints, configs, data, names
+from hostile import checkpoints, configs, data, names, surroundings
 from hostile.case import Case
 
-TABLES = {"configs": configs.CASES, "data": data.CASES, "checkpoints": checkpoints.CASES, "names": names.CASES}
+TABLES = {
+    "configs": configs.CASES, "data": data.CASES, "checkpoints": checkpoints.CASES, "names": names.CASES,
+    "surroundings": surroundings.CASES,
+}  # fmt: skip
 MEGABYTES, CPU_SECONDS = 1024, 5
 LONGEST_MESSAGE = 6000  # characters
 LOGGED = re.compile(r"checkpoint 1 is damaged and was set aside|.*: the line of bytes \d+ to \d+ is unreadable")
@@ -118,6 +122,7 @@ def check(case: Case, runner: Runner, root: Path) -> None:
             "folder": str(inside), "arguments": list(case.arguments), "megabytes": MEGABYTES,
             "cpu_seconds": CPU_SECONDS, "allowed": [str(free)],
             "stdout": str(streams[0]), "stderr": str(streams[1]),
+            "environment": dict(case.environment), "user": case.user, "umask": case.umask,
         }
     )  # fmt: skip
     out, err = (path.read_text(errors="surrogateescape") for path in streams)
@@ -145,9 +150,16 @@ def check(case: Case, runner: Runner, root: Path) -> None:
 )
 def test_hostile_input_is_refused(case: Case, runner: Runner, tmp_path: Path) -> None:
     assert case.says, "a case says what has to be said"
-    root = tmp_path / "root"
-    root.mkdir()
-    check(case, runner, root)
+    if case.user and os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    if not case.user:
+        (tmp_path / "root").mkdir()
+        check(case, runner, tmp_path / "root")
+        return
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        os.chmod(folder, 0o755)
+        Path(folder, "root").mkdir()
+        check(case, runner, Path(folder, "root"))
 
 
 def test_there_are_at_least_200_cases_and_each_has_its_name() -> None:

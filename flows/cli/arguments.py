@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
+
+from tasks.stage_registry import names
 
 __all__ = [
     "add_allow_drift",
@@ -18,6 +21,7 @@ __all__ = [
     "port",
     "positive",
     "seconds",
+    "stage_name",
 ]
 
 
@@ -124,3 +128,10 @@ def port(text: str) -> int:
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
     return number
+
+
+def stage_name(text: str) -> str:
+    """Name of a stage: a shipped one, or one of the config's own, which is not read yet."""
+    if text not in names() and not re.fullmatch("[a-z][a-z0-9_]*", text):
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names())})")
+    return text

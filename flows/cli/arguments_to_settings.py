@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ from rl_core.errors import SettingsError
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["connect_mlflow", "load", "optional", "prepare", "refuse_bad_rows", "warn"]
+__all__ = ["connect_mlflow", "load", "optional", "prepare", "refuse_bad_rows", "refuse_closed", "warn"]
 
 
 def load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSettings:
@@ -51,8 +53,15 @@ def refuse_bad_rows(settings: PipelineSettings) -> None:
     refuse_bad_rows(settings)
 
 
+def refuse_closed(output: str | Path) -> None:
+    """Refuse an output folder that this user may not look into. Raises: SettingsError."""
+    if os.path.isdir(output) and not os.access(output, os.R_OK | os.X_OK):
+        raise SettingsError(f"{output}: cannot be read: {os.strerror(errno.EACCES)}")
+
+
 def connect_mlflow(output: str | Path) -> Path:
-    """Use the MLflow server of `posttrain up` if it runs; returns the folder."""
+    """Use the MLflow server of `posttrain up` if it runs; returns the folder. Raises: as `refuse_closed`."""
+    refuse_closed(output)
     from flows.operations.connect import connect
 
     connect(Path(output), prefect=False)

@@ -12,8 +12,8 @@ from flows.cli.arguments import (
     add_quiet,
     add_stop_after,
     positive,
+    stage_name,
 )
-from tasks.stage_registry import training_stages
 
 __all__ = ["PARSERS"]
 
@@ -42,7 +42,7 @@ def _add_sweep(commands: Any) -> None:
     )
     parser.add_argument(
         "--seed-stage",
-        choices=training_stages(),
+        type=stage_name,
         metavar="NAME",
         help="vary the seed of this stage alone (default: all)",
     )

@@ -17,8 +17,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from flows.cli import streams
 from flows.cli.parser import build_parser
 from flows.cli.pipeline_commands import (
     convert,
@@ -41,10 +42,8 @@ from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from flows.runtime.user_code_path import find_own_code
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
+from rl_core.storage import faults
 from rl_core.storage.single_files import REMEDIES
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["command", "main"]
 
@@ -61,12 +60,15 @@ REFUSALS = {
     errno.ENOSPC: ROOM,
     errno.EDQUOT: ROOM,
     errno.EFBIG: "raise the file size limit (ulimit -f); the same command resumes from the last checkpoint",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), REMEDIES[errno.EMFILE]),
 }
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    streams.make_usable()
     arguments = build_parser().parse_args(argv)
     unwind_on_sigterm()
     find_own_code()
@@ -76,8 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader closed the pipe, as in `posttrain runs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard_output()
         return 1
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        streams.discard_output()
+        return _failed(arguments, f"the output cannot be written: {os.strerror(error.errno)}; make room", 1)
 
 
 def command() -> NoReturn:
@@ -95,6 +102,9 @@ def command() -> NoReturn:
 def _run(arguments: argparse.Namespace) -> int:
     """Run the command; user errors become a message and an exit code."""
     try:
+        faults.check()
+        if sys.flags.optimize:
+            raise SettingsError("`python -O` (PYTHONOPTIMIZE) takes out checks that this relies on; run without it")
         return COMMANDS[arguments.command](arguments)
     except Stopped as stopped:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
@@ -109,14 +119,26 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename is not None:  # of an argument
             return _failed(arguments, f"{os.fsdecode(error.filename)[:200]}: {os.strerror(error.errno)}", 2)
-        if error.errno not in REFUSALS or (error.filename is None and error.errno not in FULL):
+        if error.errno == errno.ENOENT and error.filename is None and not _has_folder():
+            return _failed(arguments, "the current folder was removed; change to one that is there", 2)
+        if error.errno not in REFUSALS or (error.filename is None and error.errno not in (*FULL, *TOO_MANY)):
             raise
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         return _failed(arguments, f"{where}{os.strerror(error.errno)}; {REFUSALS[error.errno]}", 1)
     except Exception as error:  # a writer of another language or a database says it in words of its own
+        if type(error).__module__.startswith("pydantic") and any(name.startswith("PREFECT_") for name in os.environ):
+            return _failed(arguments, f"Prefect refuses a variable PREFECT_... of its settings: {error}", 2)
         if (message := _with_advice(f"{type(error).__name__}: {error}")) == f"{type(error).__name__}: {error}":
             raise
         return _failed(arguments, message, 1)
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _with_advice(message: str) -> str:
@@ -131,8 +153,12 @@ def _with_advice(message: str) -> str:
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
         traceback.print_exc()
-    lines = (line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ..." for line in message.splitlines())
-    print(f"posttrain: {visible(chr(10).join(lines))}", file=sys.stderr)
+    half = LONGEST_LINE // 2  # a reason stands before or behind a long name
+    lines = (
+        line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}" for line in message.splitlines()
+    )
+    with contextlib.suppress(OSError):  # nobody can be told; the exit code stays
+        print(f"posttrain: {visible(chr(10).join(lines))}", file=sys.stderr)
     return code
 
 

@@ -18,7 +18,7 @@ def given_models(paths: Sequence[str]) -> dict[str, str]:
     """Name -> model folder, registered model or hub name; {} if all paths are trajectory files or folders of them.
 
     A finished stage's folder stands for its model, named after the stage.
-    Raises: DataError if only some are models.
+    Raises: DataError if only some are models, or where nobody may look.
     """
     sources = [_model_at(path) for path in paths]
     if not any(sources):
@@ -38,12 +38,16 @@ def given_models(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _model_at(path: str) -> str | None:
-    """Model that a path refers to, if any."""
+    """Model that a path refers to, if any. Raises: DataError where nobody may look."""
     folder = Path(path)
-    for place in (folder, folder / "model"):
-        if (place / "config.json").is_file():
-            return str(place.resolve())
-    hub = not folder.exists() and _HUB_NAME.fullmatch(path) and not path.endswith((".jsonl", ".json"))
+    try:
+        for place in (folder, folder / "model"):
+            if (place / "config.json").is_file():
+                return str(place.resolve())
+        is_there = folder.exists()
+    except OSError as error:
+        raise DataError(f"{path[:200]}: cannot be read: {error.strerror}") from None
+    hub = not is_there and _HUB_NAME.fullmatch(path) and not path.endswith((".jsonl", ".json"))
     return path if path.startswith("models:/") or hub else None
 
 

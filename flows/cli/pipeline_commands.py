@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
+from flows.cli.visible import visible
 from flows.runtime.stopping import stop_after
 from rl_core.errors import SettingsError
 from tasks import stage_registry
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = run_pipeline(
         settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -133,7 +134,7 @@ def retrain(arguments: argparse.Namespace) -> int:
         allow_drift=arguments.allow_drift, fresh=arguments.fresh,
     )  # fmt: skip
     if result.pipeline is not None:
-        print(result.pipeline.table())
+        print(visible(result.pipeline.table()))
     print(result.message)
     return 0
 
@@ -222,7 +223,7 @@ def stage(arguments: argparse.Namespace) -> int:
         settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet,
         allow_drift=arguments.allow_drift,
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -242,6 +243,7 @@ def resume(arguments: argparse.Namespace) -> int:
     stop_after(arguments.stop_after)
     chosen = loading.optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
+    loading.refuse_closed(output)
     from flows.cli.resume import find, settings_of
 
     record = find(output, arguments.run)
@@ -254,7 +256,7 @@ def resume(arguments: argparse.Namespace) -> int:
         settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,
         allow_drift=arguments.allow_drift, restart=arguments.fresh,
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 

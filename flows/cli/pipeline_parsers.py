@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from flows.cli.arguments import (
     add_stop_after,
     positive,
     seconds,
+    stage_name,
 )
 from tasks.stage_registry import names
 
@@ -127,7 +127,7 @@ def _add_stage(commands: Any) -> None:
     ]
     about = "run one stage; its inputs come from finished stages, or those run first"
     parser = add_command(commands, "stage", about, examples)
-    parser.add_argument("name", metavar="NAME", type=_stage_name, help=_STAGE_HELP)
+    parser.add_argument("name", metavar="NAME", type=stage_name, help=_STAGE_HELP)
     add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
@@ -139,7 +139,7 @@ def _add_why(commands: Any) -> None:
     examples = ["why policy demo", "why sft demo --set stages.sft.epochs=2"]
     about = "say why a stage was run or not, and what changed since"
     parser = add_command(commands, "why", about, examples)
-    parser.add_argument("name", metavar="STAGE", type=_stage_name, help=_STAGE_HELP)
+    parser.add_argument("name", metavar="STAGE", type=stage_name, help=_STAGE_HELP)
     add_config(parser)
 
 
@@ -148,16 +148,9 @@ def _add_profile(commands: Any) -> None:
     about = "profile a few iterations of a training stage by phase"
     parser = add_command(commands, "profile", about, examples)
     add_config(parser)
-    parser.add_argument("--stage", metavar="NAME", type=_stage_name, help="default: the last training stage")
+    parser.add_argument("--stage", metavar="NAME", type=stage_name, help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
     add_quiet(parser)
-
-
-def _stage_name(text: str) -> str:
-    """Name of a stage: a shipped one, or one of the config's own, which is not read yet."""
-    if text not in names() and not re.fullmatch("[a-z][a-z0-9_]*", text):
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names())})")
-    return text
 
 
 def _at_least_two(text: str) -> int:

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["analyze", "approve", "compare", "evaluate", "gc", "promote", "replay", "runs", "sync"]
 
 
+def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> tuple[Path, str | None]:
+    """Output folder and address of the tracking store: of the configuration, or of `--output`."""
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    return output, settings.tracking.uri if settings else None
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate one model on a configuration's held-out episodes."""
     settings = loading.load(arguments)
@@ -28,7 +34,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from flows.single_stage import evaluate_model
 
     result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -60,7 +66,7 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
     from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
-    print(result.table())
+    print(visible(result.table()))
     if "analyze" in result.results:
         copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
@@ -82,8 +88,7 @@ def approve(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.approve import decide
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    uri = settings.tracking.uri if settings else None
+    output, uri = _store(arguments, settings)
     where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
     print(decide(output, uri, arguments.run, **answer, where=where))
@@ -110,8 +115,7 @@ def runs(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from tasks.tracking import list_runs, run_records
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    uri = settings.tracking.uri if settings else None
+    output, uri = _store(arguments, settings)
     if arguments.format != "table":
         records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where)
         print(_exported(records, arguments.format), end="")
@@ -162,8 +166,7 @@ def sync(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.sync import sync as deliver
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    text, good = deliver(output, settings.tracking.uri if settings else None)
+    text, good = deliver(*_store(arguments, settings))
     print(text)
     return 0 if good else 1
 
@@ -173,7 +176,6 @@ def gc(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.gc import collect
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    uri = settings.tracking.uri if settings else None
+    output, uri = _store(arguments, settings)
     print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
     return 0

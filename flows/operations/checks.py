@@ -66,6 +66,8 @@ def check_api(url: str, origin: str) -> str:
     Raises: BackendError without a response; SettingsError if it is not a Prefect API or has another major version.
     """
     shown = without_password(url)
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"{shown!r} (from {origin}) is no address of a server; one is http://127.0.0.1:4200/api")
     if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
         return ""
     try:

@@ -104,7 +104,9 @@ class Display:
         if done < total and now - self._last.get(stage, -LINE_SECONDS) < LINE_SECONDS:
             return
         self._last[stage] = now
-        self.console.print(f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False)
+        self.console.print(
+            f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False, markup=False
+        )
 
     def announce(self, text: str) -> None:
         """Print important text, in quiet runs too, as unwrapped lines."""

@@ -65,7 +65,7 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
             "" if not row.get("tokens_per_second") else f"{row['tokens_per_second']:,.0f}",
             "cached" if row["cached"] else f"{row['seconds']:.1f}",
         )
-    console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False)
+    console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False, markup=False)
     console.print(table)
     for row in rows:
         console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)

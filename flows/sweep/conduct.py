@@ -32,7 +32,7 @@ from flows.sweep.schedule import Schedule, Unit
 from flows.sweep.search import make_search
 from flows.sweep.space import grid
 from flows.sweep.sweep_report import FILES, markdown, outcome_line, rows_of, table, write_files
-from flows.sweep.trial import Job
+from flows.sweep.trial import TrialJob
 from flows.sweep.winner import SweepChoice
 from rl_core.errors import Stopped, WorkerFailed
 from rl_core.storage.locks import FolderLock
@@ -294,7 +294,7 @@ class _Sweep:
         if settings.threads is None and (threads := self.record.values.get("threads")):
             settings = dataclasses.replace(settings, threads=threads)
         halved = self.plan.method == "halving" and seed == 0
-        job = Job(
+        job = TrialJob(
             home=str(self.record.folder(number, seed)),
             name=f"{self.base.name} · trial {number}, seed {seed}",
             settings=resolve(settings),

@@ -24,7 +24,7 @@ from tasks.pipeline.run_options import RunOptions, TrialPlace
 from tasks.stage_registry import training_stages
 from tasks.tracking import read_metrics
 
-__all__ = ["Job", "Pruned", "play_fresh", "run_trial"]
+__all__ = ["TrialJob", "Pruned", "play_fresh", "run_trial"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Pruned(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """A trial as it is handed to the process that runs it."""
 
     home: str
@@ -66,7 +66,7 @@ class _Rungs:
     """Reports of a stage's metric at shares of its training; the answer may stop it."""
 
     def __init__(
-        self, job: Job, stage: str, stop: threading.Event, decide: Callable[[float], bool], reached: int
+        self, job: TrialJob, stage: str, stop: threading.Event, decide: Callable[[float], bool], reached: int
     ) -> None:
         self._names = _WHILE_TRAINING.get(job.metric, (job.metric,))
         self._stage, self._stop, self._decide, self._next = stage, stop, decide, reached
@@ -95,7 +95,7 @@ class _Rungs:
 
 
 def run_trial(
-    job: Job,
+    job: TrialJob,
     stop: threading.Event,
     decide: Callable[[float], bool],
     on_progress: Callable[[str, int, int, str], None],
@@ -147,7 +147,7 @@ def run_trial(
     }
 
 
-def play_fresh(job: Job, stop: threading.Event) -> dict[str, Any]:
+def play_fresh(job: TrialJob, stop: threading.Event) -> dict[str, Any]:
     """Play the job's held-out episodes with its models; returns the folder of the evaluation.
 
     Raises: as `run_trial`; DataError where the environment has no fresh episodes left.

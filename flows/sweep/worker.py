@@ -47,14 +47,14 @@ def main(parent: int, descriptor: int) -> int:
 
 
 def _serve(events: IO[str]) -> None:
-    from flows.sweep.trial import Job, play_fresh, run_trial  # torch and MLflow
+    from flows.sweep.trial import TrialJob, play_fresh, run_trial  # torch and MLflow
 
     while True:
         _say(events, event="ready")
         line = sys.stdin.readline()
         if not line:
             return
-        job = Job(**json.loads(line))
+        job = TrialJob(**json.loads(line))
         stop = threading.Event()
 
         def decide(value: float) -> bool:

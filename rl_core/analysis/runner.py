@@ -135,7 +135,7 @@ def _count(
     path: Path,
     image_tools: Collection[str] | None,
     seed: int,
-    own: Sequence[OwnMeasure],
+    own: Sequence[OwnMeasure] = (),
 ) -> ModelResult:
     """Summary of one model's file, which is also added to the index."""
     summary = Summary(image_tools, seed, own)

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from rl_core.api.data import as_environment, check_prompts
 from rl_core.api.evaluation import validation
@@ -40,6 +39,9 @@ from rl_core.settings import (
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["distill", "grpo", "policy_gradient", "ppo"]
 
@@ -283,11 +285,11 @@ def _rewards_of(
 
 
 def _reference(source: ModelSource, policy: Policy) -> PreTrainedModel:
-    """The starting model, frozen, for the KL term."""
+    """The starting model for the KL term: of adapters that were added here, the model without them; else a copy."""
     if isinstance(source, str | Path):
         return load_policy(source).model
     if isinstance(source, ModelSettings):
-        return load_policy(dataclasses.replace(source, lora=None)).model
+        return policy.model if source.lora is not None else load_policy(source).model
     return copy.deepcopy(policy.model)
 
 

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
@@ -20,6 +19,9 @@ from rl_core.models import causal_lm
 from rl_core.models.lora import is_lora
 from rl_core.models.rotary import longest_sequence
 from rl_core.settings import LoraSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name", "on_device_of"]
 

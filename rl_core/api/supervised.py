@@ -6,12 +6,11 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rl_core.api.data import conversations, preference_pairs
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
+from rl_core.api.recipes import Recipe
 from rl_core.api.recipes.preference import preference
 from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
 from rl_core.api.recipes.sft import sft as sft_recipe
@@ -26,8 +25,14 @@ from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
+from rl_core.training.trainer_protocol import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["dpo", "reward_model", "sft"]
+
+T = TypeVar("T", bound=Trainer)
 
 
 def sft(
@@ -53,23 +58,12 @@ def sft(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on, _tokens_folder(output))
     recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
-    )
-    return Training(
-        "sft",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    return _training(
+        "sft", recipe, settings, policy.model, policy, run=(model, rows.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def dpo(
@@ -100,23 +94,14 @@ def dpo(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, settings.loss, _tokens_folder(output)
+    )
     recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
-    )
-    return Training(
-        "dpo",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    return _training(
+        "dpo", recipe, settings, policy.model, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def reward_model(
@@ -142,23 +127,37 @@ def reward_model(
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, "reward_model", _tokens_folder(output)
+    )
     recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    return _training(
+        "reward_model", recipe, settings, classifier, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def _training(
+    algorithm: str,
+    recipe: Recipe[T],
+    settings: SFTSettings | RewardModelSettings | PreferenceSettings,
+    trained: PreTrainedModel,
+    policy: Policy,
+    *,
+    run: tuple[ModelSource, str, int],
+    output: str | Path | None,
+    tracker: TrackerSource,
+    callbacks: Sequence[Callback],
+) -> Training[T]:
+    """The training of a recipe. `run`: the model that it starts from, the digest of its data, and its seed."""
+    source, digest, seed = run
     fingerprint = run_fingerprint(
-        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+        algorithm, settings, seed, model=model_name(source), chat=policy.renderer.digest, data=digest
     )
     return Training(
-        "reward_model",
-        recipe,
-        settings,
-        classifier,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
+        algorithm, recipe, settings, trained, policy.tokenizer, fingerprint, folder_of(output), tracker, callbacks,
         renderer=policy.renderer,
-    )
+    )  # fmt: skip
 
 
 def _check_heldout(
@@ -168,6 +167,11 @@ def _check_heldout(
         raise SettingsError(
             "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
         )
+
+
+def _tokens_folder(output: str | Path | None) -> Path | None:
+    folder = folder_of(output)
+    return None if folder is None else folder / "tokens"
 
 
 def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:

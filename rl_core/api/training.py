@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from rl_core.api.evaluation import generate
 from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe
@@ -38,6 +36,7 @@ from rl_core.training.trainer_protocol import Trainer
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["Training", "folder_of", "run_fingerprint", "settings_of_kind"]
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library has to be there before ours looks for one
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, SettingsError
+from rl_core.storage.own_files import cache_folder
 from rl_core.storage.single_files import adopt, make_folder
 
 __all__ = ["is_intel", "load", "loaded_openmp"]
@@ -50,7 +51,7 @@ def load() -> ctypes.CDLL | None:
             if openmp is not None:  # so that the library finds the very one whose threads torch keeps
                 ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(_compiled(compiler, _folder(stack), has_threads=openmp is not None)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, CheckpointError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         logger.warning(
             "%s could not compile the code in %s (%s); the CPU uses torch's kernels alone, which is slower",
@@ -62,11 +63,10 @@ def load() -> ctypes.CDLL | None:
 def _folder(stack: contextlib.ExitStack) -> Path:
     """The cache folder of libraries; a temporary one where none can be written (a loaded library needs no file)."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-        make_folder(folder)
+        folder = make_folder(cache_folder(""))
         if os.access(folder, os.W_OK):
             return folder
-    except (OSError, CheckpointError, RuntimeError):  # RuntimeError: a user without a home
+    except (OSError, CheckpointError, SettingsError):
         pass
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
 

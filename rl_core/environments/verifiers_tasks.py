@@ -105,7 +105,7 @@ class Verifiers(Environment):
         require("verifiers", self.name)
         self.success_at, self._heldout = success_at, heldout
         self._taskset, self._network = taskset, network
-        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+        cache = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
         self._children = ChildPool(
             _SCRIPT,
             setup={"taskset": taskset, "config": config or {}, "max_tasks": max_tasks},

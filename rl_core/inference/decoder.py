@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
@@ -28,6 +27,9 @@ from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, Pac
 from rl_core.inference.sampling import draw
 from rl_core.models.lora import plain_linear, unwrap
 from rl_core.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Decoder", "AppendedTokens"]
 

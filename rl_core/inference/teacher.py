@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.json_server import Limits, ask_server, v1_address
@@ -22,6 +21,9 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.settings import TeacherSettings
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["LocalTeacher", "ServedTeacher", "Teacher", "check_vocabulary", "vocabulary_digest"]
 

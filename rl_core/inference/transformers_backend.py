@@ -13,10 +13,9 @@ import functools
 import inspect
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
@@ -36,6 +35,9 @@ from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["TransformersBackend"]
 

@@ -6,19 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
@@ -28,6 +19,9 @@ from rl_core.settings.presets import PRESETS
 from rl_core.storage.faults import fault
 from rl_core.storage.replaced_folders import replace_folder
 from rl_core.storage.verified_reading import verified
+
+if TYPE_CHECKING:  # the package takes seconds to import, and many commands load no model
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "context_length",
@@ -90,6 +84,8 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
     Weights are drawn on the CPU under a forked generator, so they do not depend on the device and leave the global
     random state untouched. Adapters are added when `settings.lora` is given.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         **PRESETS[settings.preset],
         vocab_size=len(tokenizer),
@@ -119,15 +115,18 @@ def load(
 
     Raises: ModelError when there is no such model, or its files cannot be used.
     """
+    from transformers import AutoModelForCausalLM
+
     tokenizer = load_tokenizer(path, settings)
-    model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
+    quantized = lora.quantized_loading(settings.lora, device_of(settings), dtype_of(settings))
+    model: Any = load_pretrained(AutoModelForCausalLM, path, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if settings.lora is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = lora.add_adapter(model, settings.lora)
-    return model.to(device_of(settings)).train(), tokenizer
+    return (model if quantized else model.to(device_of(settings))).train(), tokenizer
 
 
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -135,6 +134,8 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
 
     Adapters are added when `settings.lora` is given. Raises: ModelError as `load`.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     place = _checked_place(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
@@ -158,6 +159,8 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     Raises: ModelError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
         for a chat template that cannot be read.
     """
+    from transformers import AutoTokenizer
+
     place = _checked_place(path)
     with verified(place, lambda name: not _is_weights(name)):
         try:
@@ -192,6 +195,8 @@ def context_length(path: str | Path, settings: ModelSettings) -> int:
 
     Raises: ModelError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
+    from transformers import AutoConfig
+
     place = _checked_place(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)

@@ -6,17 +6,19 @@ B rows, S sequence, N positions, H hidden.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.logprobs import TokenOutputs, token_outputs
 from rl_core.models.lora import unwrap
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PolicyWithCritic", "SeparateCritic", "ValueHead", "hidden_size"]
 

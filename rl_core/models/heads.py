@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.errors import CheckpointError, DataError
 from rl_core.memory import MemoryFit
@@ -18,6 +17,9 @@ from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, loa
 from rl_core.models.hidden_states import hidden_states
 from rl_core.settings import ModelSettings
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["load_reward_model", "reward_model_from", "score", "score_batch", "score_batches", "sequence_scores"]
 
@@ -50,6 +52,8 @@ def load_reward_model(path: str | Path, settings: ModelSettings) -> tuple[PreTra
 def _load(
     path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForSequenceClassification
+
     tokenizer = load_tokenizer(path, settings)
     # transformers draws the head that a policy folder lacks: under a fork, so that the caller's random state stays
     with torch.random.fork_rng(devices=[]):

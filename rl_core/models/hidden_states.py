@@ -5,16 +5,18 @@ B rows, S sequence, H hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import packs_into_one_row, training_forward
 from rl_core.cpu.packed_forward import check_needed, packed_forward
 from rl_core.cpu.shared_prefixes import RowGroups
 from rl_core.models.rotary import check_lengths
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["hidden_states", "model_inputs"]
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import plain_head, router_logits, sequence_packing, training_forward
 from rl_core.errors import DataError, SettingsError
@@ -22,6 +21,9 @@ from rl_core.models.chunked_head import at_least_float32, default_chunk_tokens, 
 from rl_core.models.hidden_states import hidden_states, model_inputs
 from rl_core.models.lora import unwrap
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "TokenOutputs",

@@ -5,17 +5,18 @@ B rows, S sequence.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_core.capabilities.decision import FIXED_ROPE
 from rl_core.capabilities.positions import fixing_obstacles, followed_length, is_fixed, rotary_modules, row_limit
 from rl_core.errors import DataError, SettingsError
 from rl_core.models.lora import unwrap
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["check_lengths", "fix_frequencies", "longest_of_config", "longest_sequence"]
 
@@ -28,6 +29,8 @@ def fix_frequencies(model: PreTrainedModel, rope_context: int | None) -> None:
     """
     if rope_context is None:
         return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     base: Any = unwrap(model)
     obstacle = next(fixing_obstacles(base), None)
     if obstacle is not None:

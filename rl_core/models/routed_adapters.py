@@ -13,16 +13,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 
 from rl_core.cpu.kernels import input_grad, linear, linears, weight_grad
 from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 from rl_core.cpu.shared_prefixes import RowGroups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Adapter", "AdapterRouter", "LowRank", "low_rank_input"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, pad_rows, unscored_batch
 from rl_core.memory import MemoryFit
@@ -18,6 +18,9 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
 from rl_core.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Embed", "TurnStates", "turn_spans", "turn_states"]
 

@@ -20,6 +20,7 @@ from rl_core.json_server import Limits, ask_server, v1_address
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component, SampleFailure
 from rl_core.settings import JudgeSettings
+from rl_core.storage.own_files import cache_folder
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from rl_core.types import Rollout
 
@@ -55,7 +56,7 @@ class JudgeReward(Component):
             raise SettingsError(f"rewards.judge: reward_options.judge.url '{settings.url}' is no address of a server")
         self._url = v1_address(settings.url, "chat/completions")
         self._pattern = regex.compile(settings.pattern)
-        self._folder = Path(settings.cache).expanduser() if settings.cache else _default_folder()
+        self._folder = Path(settings.cache).expanduser() if settings.cache else cache_folder("judgements")
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """See `Component`."""
@@ -186,7 +187,3 @@ class JudgeReward(Component):
 
 def _digest(question: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
-
-
-def _default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain" / "judgements"

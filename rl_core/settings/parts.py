@@ -38,10 +38,24 @@ class LoraSettings(Settings):
     dropout: float = setting(
         0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
     )
-    target_modules: tuple[str, ...] = setting(
+    target_modules: tuple[str, ...] | Literal["all-linear"] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="names of the linear layers with an adapter",
+        doc="names of the linear layers with an adapter; all-linear: every one but the output head",
     )
+    rank_stabilized: bool = setting(False, doc="scale by alpha / sqrt(rank): rsLoRA (arXiv:2312.03732)")
+    dora: bool = setting(False, doc="train the magnitudes of the weights as well: DoRA (arXiv:2402.09353)")
+    modules_to_save: tuple[str, ...] = setting(
+        (), doc="names of modules that are trained as a whole, and saved with the adapter"
+    )
+    quantize: Literal["none", "nf4", "int8"] = setting(
+        "none",
+        doc="frozen weights in 4 (QLoRA, arXiv:2305.14314) or 8 bits, by bitsandbytes on a CUDA device",
+    )
+
+    def check(self) -> None:
+        """A module has an adapter or is trained as a whole."""
+        if self.target_modules != "all-linear" and (both := set(self.target_modules) & set(self.modules_to_save)):
+            raise SettingsError(f"modules_to_save: {sorted(both)[0]} is one of target_modules too; leave it out of one")
 
 
 @dataclass(frozen=True, kw_only=True)

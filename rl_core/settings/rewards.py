@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import regex
-
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import DEFAULTS, is_open
@@ -16,6 +14,7 @@ from rl_core.settings.verifiers import (
     MathSettings,
     NumericSettings,
     RegexSettings,
+    check_pattern,
 )
 
 __all__ = [
@@ -75,10 +74,7 @@ class FormatSettings(Settings):
 
     def check(self) -> None:
         """The pattern must compile."""
-        try:
-            regex.compile(self.pattern or "")
-        except regex.error as error:
-            raise SettingsError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
+        check_pattern(self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ __all__ = [
     "MathSettings",
     "NumericSettings",
     "RegexSettings",
+    "check_pattern",
 ]
 
 Find = Literal["auto", "whole", "tag", "boxed", "hashes", "last_line", "last_number"]
@@ -27,6 +28,14 @@ _FIND = (
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that is there, else whole"
 )
 _COLUMN = "column of the right answer; default: the environment's target"
+
+
+def check_pattern(pattern: str | None) -> None:
+    """Raises SettingsError unless the setting `pattern`, where there is one, is a regular expression."""
+    try:
+        regex.compile(pattern or "")
+    except regex.error as error:
+        raise SettingsError(f"pattern: {pattern!r} is not a regular expression: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +66,7 @@ class RegexSettings(Settings):
 
     def check(self) -> None:
         """The pattern must compile."""
-        try:
-            regex.compile(self.pattern or "")
-        except regex.error as error:
-            raise SettingsError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
+        check_pattern(self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from rl_core.errors import SettingsError, nearest
 from rl_core.storage.fault_points import POINTS
 
-__all__ = ["LOG", "POINTS", "VARIABLE", "InjectedFault", "configure", "fault", "log_to"]
+__all__ = ["LOG", "POINTS", "VARIABLE", "InjectedFault", "check", "configure", "fault", "log_to"]
 
 VARIABLE = "POSTTRAIN_FAULT"
 LOG = "POSTTRAIN_FAULT_LOG"
@@ -52,6 +52,7 @@ class _Plan:
 _plans: dict[str, _Plan] = {}
 _log: str | None = None
 _is_watched = False  # a plan or a log is there
+_wrong: SettingsError | None = None  # why the plan of the environment cannot be followed
 _guard = threading.Lock()  # threads share the counts
 
 
@@ -60,7 +61,8 @@ def configure(text: str | None) -> None:
 
     Raises: SettingsError for an unknown point or action, or a hit below 1.
     """
-    global _plans, _is_watched
+    global _plans, _is_watched, _wrong
+    _wrong = None
     entries = [_parse(entry) for entry in text.split(",")] if text else []
     _plans = {point: plan for point, rank, plan in entries if rank in ("", os.environ.get("RANK", "main"))}
     _is_watched = bool(_plans) or _log is not None
@@ -113,7 +115,14 @@ def fault(point: str) -> None:
         _reach(point)
 
 
+def check() -> None:
+    """Refuse a plan of the environment that cannot be meant. Raises: SettingsError."""
+    if _wrong is not None:
+        raise _wrong
+
+
 def _reach(point: str) -> None:
+    check()
     if _log is not None:
         _append(_log, point)
     plan = _plans.get(point)
@@ -137,7 +146,10 @@ def _reach(point: str) -> None:
 
 
 def _append(path: str, point: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise SettingsError(f"{LOG}: {path} cannot be written: {error.strerror}") from error
     try:
         os.write(descriptor, f"{os.getpid()} {time.time():.6f} {point}\n".encode())
     finally:
@@ -145,8 +157,13 @@ def _append(path: str, point: str) -> None:
 
 
 def _from_environment(environment: Mapping[str, str]) -> None:
-    configure(environment.get(VARIABLE))
+    """Plan and log of the environment. A wrong plan is an error at the first point, or of `check`: not of an import."""
+    global _wrong, _is_watched
     log_to(environment.get(LOG) or None)
+    try:
+        configure(environment.get(VARIABLE))
+    except SettingsError as error:
+        _wrong, _is_watched = error, True
 
 
 _from_environment(os.environ)

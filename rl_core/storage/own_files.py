@@ -8,19 +8,31 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, SettingsError
 
-__all__ = ["own_file", "plain_file"]
+__all__ = ["cache_folder", "own_file", "plain_file"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder(name: str) -> Path:
+    """Folder `name` among the caches of the user. Raises: SettingsError for a user without a home."""
+    place = os.environ.get("XDG_CACHE_HOME")
+    try:
+        caches = Path(place) if place else Path.home() / ".cache"
+    except RuntimeError:
+        raise SettingsError("this user has no home folder for caches; set HOME or XDG_CACHE_HOME") from None
+    return caches / "posttrain" / name
 
 
 def own_file(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
     """Descriptor of a regular file, as `os.open` gives it; the `opener` of the built-in `open`.
 
     A symbolic link, device or pipe under that name is refused before anything is cut off or written. Where others may
-    write into the folder, so is a file that belongs neither to this user nor to the folder's owner.
+    write into the folder, so is a file that belongs neither to this user nor to the folder's owner; where everybody
+    may, so is one that has another name elsewhere.
     Raises: CheckpointError for those; OSError as `os.open`.
     """
     path = os.fspath(path)
@@ -61,6 +73,10 @@ def _check(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path}: is no regular file; remove it")
     folder = os.stat(os.path.dirname(path) or ".")
+    if folder.st_mode & stat.S_IWOTH and found.st_nlink > 1:  # not for groups: snapshots are made of hard links
+        raise CheckpointError(
+            f"{path}: has another name elsewhere (a hard link), in a folder that everybody may write into; remove it"
+        )
     if folder.st_mode & _OTHERS_WRITE and found.st_uid not in (os.geteuid(), folder.st_uid):
         raise CheckpointError(
             f"{path}: belongs to user {found.st_uid}, in a folder that others may write into; remove it, or use "

@@ -6,12 +6,11 @@ B rows, S sequence, H hidden, N states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.errors import DataError
@@ -21,6 +20,9 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
 from rl_core.storage.moments import load_moments, moments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 

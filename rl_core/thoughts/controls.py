@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
 from rl_core.thoughts.episodes import Span, ThoughtEpisode, ThoughtReader, answer_rows, span_logprobs
 from rl_core.thoughts.gain import GainKind, thought_gain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["CONTROLS", "control_thoughts", "measure_gains", "shuffle_partners"]
 

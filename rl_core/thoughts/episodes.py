@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.environments.environment import Environment
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer
@@ -27,6 +26,9 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.collect import Renderer
 from rl_core.types import Rollout, StopReason, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "AnswerRows",

@@ -23,11 +23,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -60,6 +59,9 @@ from rl_core.timing import span
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ThoughtsTrainer"]
 
@@ -298,7 +300,7 @@ class ThoughtsTrainer(RolloutTrainer):
         rows = thought_rows(episodes, plan, advantages, with_answers=self.settings.answer_coef > 0)
         self._counts = sum(sum(row.thought_mask) for row in rows), sum(sum(row.answer_mask) for row in rows)
 
-        def build(some: list[ThoughtRow]) -> list[ThoughtBatch]:
+        def build(some: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
             return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
         batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)

@@ -7,16 +7,18 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, micro_batches
 from rl_core.distributed import DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.training.optimizer_step import LossFn, OptimizerStep, combine_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["SupervisedTrainer", "pair_micro_batches", "training_length"]
 
@@ -57,7 +59,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.settings = settings
         self._pad_id = pad_id
         self._train = train
-        self._heldout = list(heldout)
+        self._heldout = heldout
         self._device = next(model.parameters()).device
         self.order = DataOrder(len(train), settings.batch_size, seed)
         self.total_steps, self.bound = training_length(settings, self.order.batches_per_epoch)  # iterations of the loop
@@ -80,8 +82,8 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Tokens of the longest row of an example."""
 
     @abstractmethod
-    def _build_batches(self, examples: Sequence[Example]) -> list[Batch]:
-        """Micro-batches of these examples."""
+    def _build_batches(self, examples: Sequence[Example]) -> Sequence[Batch]:
+        """Micro-batches of these examples; may be made where they are asked for."""
 
     @abstractmethod
     def _loss_fn(self, examples: Sequence[Example]) -> LossFn[Batch]:
@@ -98,7 +100,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             loss, metrics = loss_fn(batch)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.optimizer_step.apply(self._batches(examples), named)
+        metrics = self.optimizer_step.apply(list(self._batches(examples)), named)
         return {
             **metrics,
             "train/tokens": float(num_tokens),
@@ -124,7 +126,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
         )
 
-    def _batches(self, examples: Sequence[Example]) -> list[Batch | DummyBatch[Batch]]:
+    def _batches(self, examples: Sequence[Example]) -> Sequence[Batch | DummyBatch[Batch]]:
         """This process's micro-batches of these examples."""
         lengths = [self._length(example) for example in examples]
         return self.optimizer_step.process_group.batches(examples, lengths, self._build_batches)

@@ -212,6 +212,8 @@ def _check_output(output: str, name: str, problems: list[Problem]) -> None:
         problems.append(Problem(key, f"{output[:200]!r} cannot be a folder; give another path"))
     elif not nearest.is_dir():
         problems.append(Problem(key, f"{nearest} is a file; give a folder"))
+    elif "?" in str(path.resolve()):  # of the databases in it; what follows would be taken for options
+        problems.append(Problem(key, f"{path} holds a '?', which the address of a database cannot; give another path"))
     else:
         inside = [path / part for part in (name, "mlflow", "prefect")]  # somebody else may have made them
         for place in (nearest, *filter(_exists, inside)):

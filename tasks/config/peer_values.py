@@ -121,14 +121,24 @@ def _epsilon_high(given: Given) -> Found:
     return {f"{given.stage}.clip_eps_high": value - 1 if given.get("loss_type") == "cispo" else value}
 
 
+# Settings of adapters that mean the same.
+_LORA = {
+    "lora_dropout": "dropout", "lora_modules_to_save": "modules_to_save", "use_rslora": "rank_stabilized",
+    "use_dora": "dora",
+}  # fmt: skip
+
+
 def _lora(given: Given) -> Found:
     if not given.get("use_peft", "lora_r" in given):
         return {}
     found: dict[str, Any] = {"rank": given.get("lora_r", 16), "alpha": given.get("lora_alpha", 32)}
-    if isinstance(modules := given.get("lora_target_modules"), list):
+    if isinstance(modules := given.get("lora_target_modules"), list) or modules == "all-linear":
         found["target_modules"] = modules
-    if given.get("lora_dropout"):
-        found["dropout"] = given["lora_dropout"]
+    for theirs, ours in _LORA.items():
+        if given.get(theirs):
+            found[ours] = given[theirs]
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        found["quantize"] = "nf4" if given.get("load_in_4bit") else "int8"
     return {f"model.lora.{name}": value for name, value in found.items()}
 
 
@@ -211,7 +221,9 @@ TRL_RULES: dict[str, Callable[[Given], Found]] = {
     "dtype": one("model.dtype", "dtype", _dtype),
     "torch_dtype": one("model.dtype", "torch_dtype", _dtype),
     "disable_dropout": one("STAGE.dropout", "disable_dropout", chosen({True: False, False: True})),
-    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"), _lora),
+    **dict.fromkeys(
+        ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "load_in_8bit", *_LORA), _lora
+    ),
     "dataset_name": _file,
     "epsilon_high": _epsilon_high,
     "importance_sampling_level": _algorithm,

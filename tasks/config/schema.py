@@ -206,7 +206,7 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
         return _build(_plain_hint(hint), value, key, problems)
     if origin is dict and value and _plain_hint(arguments[1]) is not Any:
         return {name: _build(arguments[1], item, (*key, name), problems) for name, item in value.items()}
-    if origin is tuple:
+    if origin is tuple and not isinstance(value, str):  # a word in place of a list
         kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(
             _build(kind, item, (*key, index), problems)

@@ -280,17 +280,17 @@ class PipelineSettings(Settings):
             )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
+        stages = {*stage_registry.names(), *self.stages.own}
+        for stage in self.run.timeouts:
+            if stage not in stages:
+                raise SettingsError(f"run.timeouts.{stage}: no such stage; {nearest(stage, stages)}")
         for stage, number in self.seeds.items():
-            if stage not in stage_registry.training_stages():
+            if stage not in (*stage_registry.training_stages(), *self.stages.own):
                 raise SettingsError(
                     f"seeds.{stage}: no stage that trains; {nearest(stage, stage_registry.training_stages())}"
                 )
             if not 0 <= number < 2**31:
                 raise SettingsError(f"seeds.{stage}: {number} must be at least 0 and below 2^31")
-        stages = {*stage_registry.names(), *self.stages.own}
-        for stage in self.run.timeouts:
-            if stage not in stages:
-                raise SettingsError(f"run.timeouts.{stage}: no such stage; {nearest(stage, stages)}")
         if not self.stages.active:
             raise SettingsError(
                 f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "

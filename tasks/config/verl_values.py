@@ -90,7 +90,7 @@ def _verl_lora(given: Given) -> Found:
     if not given.get(f"{model}.lora_rank"):
         return {}
     found = {"rank": given[f"{model}.lora_rank"], "alpha": given.get(f"{model}.lora_alpha", 16)}
-    if isinstance(modules := given.get(f"{model}.target_modules"), list):
+    if isinstance(modules := given.get(f"{model}.target_modules"), list) or modules == "all-linear":
         found["target_modules"] = modules
     return {f"model.lora.{name}": value for name, value in found.items()}
 

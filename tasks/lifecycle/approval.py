@@ -30,7 +30,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["ApprovalRequest", "answer", "ask", "asked", "expire", "read", "requests"]
+__all__ = ["ApprovalRequest", "answer", "ask", "asked", "expire", "note_answer", "read", "requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,6 @@ def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
     """Write a request into the version's tags, in place of an earlier one."""
     request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
     tags = {
-        "approval.state": WAITING,
         "approval.request": request.key,
         "approval.champion": "none" if request.champion is None else str(request.champion),
         "approval.asked": request.asked,
@@ -141,6 +140,7 @@ def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
         **{f"approval.{key}": getattr(request, key) for key in _TEXTS[:5]},
         **{f"approval.{key}": "" for key in _TEXTS[5:]},
         "gate.decision": "awaiting approval",
+        "approval.state": WAITING,  # last: one that was killed before has not asked
     }
     tracking.tag_version(request.name, request.version, tags)
     fault("approval.tagged")
@@ -215,26 +215,31 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
     when = _stamp(time.time())
     done = replace(request, state=state, by=by, when=when, note=note)
     tags = {
-        "approval.state": state,
         "approval.by": by,
         "approval.when": when,
         "approval.note": note,
         "gate.decision": _DECISIONS[state],
+        "approval.state": state,  # last: one that was killed before has not answered
     }
     tracking.tag_version(request.name, request.version, tags)
     fault("approval.settled")
     logger.info("promotion: %s", done.outcome)
+    note_answer(tracking, done)
+    return done
+
+
+def note_answer(tracking: Tracking, request: ApprovalRequest) -> None:
+    """Note an answer on the runs that asked; once more where whoever gave it was killed before it could."""
+    waiting = replace(request, state=WAITING).outcome
+    tags = {"approval": request.state, "gate.decision": _DECISIONS[request.state]}
     for run_id in filter(None, (request.run_id, request.stage_run_id)):
         try:
-            tracking.reword_run(
-                run_id, request.outcome, done.outcome, {"approval": state, "gate.decision": _DECISIONS[state]}
-            )
+            tracking.reword_run(run_id, waiting, request.outcome, tags)
         except PosttrainError as error:  # the run may be gone; the decision stands
             logger.warning("the decision could not be noted on run %s: %s", run_id, error)
-    if state != SUPERSEDED:
+    if request.state != SUPERSEDED:
         _note_locally(tracking.output, request.run_id)
     fault("approval.noted")
-    return done
 
 
 def _note_locally(output: Path, run_id: str) -> None:

@@ -93,8 +93,12 @@ def plan_retraining(
     start = start or settings.retrain.start
     before = records_from_tags(champion.tags) if champion is not None else None
     new = new_since(before, now)
-    own = next((r for r in reversed(earlier) if flow_run_id and r.flow_run_id == flow_run_id and not r.ended), None)
+    left = [r for r in earlier if not r.ended]
+    own = next(
+        (r for r in reversed(left) if (flow_run_id and r.flow_run_id == flow_run_id) or _made(r, champion)), None
+    )
     if own is not None:
+        own = dataclasses.replace(own, flow_run_id=flow_run_id or own.flow_run_id)
         return _planned(settings, new, own, f"goes on with retraining {own.number}", continues=True)
     why = reason_to_train(settings, now, champion, earlier, new, start)
     if why.startswith("skipped"):
@@ -153,6 +157,12 @@ def reason_to_train(
         version = f", which made version {last.version}" if last.version else ""
         return f"skipped: nothing is new since retraining {last.number}{version} ({last.status}: {last.note})"
     return why
+
+
+def _made(record: Retraining, champion: ModelVersion | None) -> bool:
+    """True = the champion came of this retraining, which was killed before it could say so."""
+    made = champion is not None and champion.tags.get("retrain.number") == str(record.number)
+    return made and record.status != "waiting"
 
 
 def _start(start: Start, champion: ModelVersion | None) -> int | None:

@@ -19,7 +19,7 @@ from tasks.pipeline.result import StageResult
 from tasks.pipeline.stage_code import file_digest, stage_code, stage_sources
 from tasks.stage_registry import entry
 
-__all__ = ["StageKey", "input_digest", "stage_key", "stage_key_parts", "stage_seed"]
+__all__ = ["StageKey", "environment_digests", "input_digest", "stage_key", "stage_key_parts", "stage_seed"]
 
 
 def stage_seed(seed: int, name: str) -> int:
@@ -41,6 +41,16 @@ def input_digest(value: StageResult | Path | str) -> str:
     return value
 
 
+def environment_digests(pipeline: PipelineSettings) -> dict[str, str]:
+    """Content of the data files that the environment's options name, by option."""
+    digests = {}
+    for name in ("path", "heldout"):
+        option = pipeline.environment.options.get(name)
+        if isinstance(option, str) and Path(option).exists():
+            digests[name] = input_digest(Path(option))
+    return digests
+
+
 def _content_digests(
     stage_settings: dict[str, Any] | None, pipeline: PipelineSettings, named: Collection[str]
 ) -> tuple[dict[str, str], dict[str, UserModule]]:
@@ -50,11 +60,7 @@ def _content_digests(
     Returns: digests by name; the modules of the user's by module name, whose digests are among them.
     Raises: SettingsError for a module that cannot be found.
     """
-    digests = {}
-    for name in ("path", "heldout"):
-        option = pipeline.environment.options.get(name)
-        if isinstance(option, str) and Path(option).exists():
-            digests[name] = input_digest(Path(option))
+    digests = environment_digests(pipeline)
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
         digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
     required = {path for path in (pipeline.environment.name, *named) if ":" in path}

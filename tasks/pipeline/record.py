@@ -13,7 +13,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.pipeline.run_options import RunOptions
 
-__all__ = ["RUN_RECORD", "PipelineRecord"]
+__all__ = ["RUN_RECORD", "PipelineRecord", "finished_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +98,17 @@ class PipelineRecord:
         for folder in self._folders:
             make_folder(folder)
             write_json_atomic(folder / RUN_RECORD, self._values)
+
+
+def finished_run(home: Path, digest: str) -> str:
+    """Start time of the pipeline's newest run, if it has finished under these settings; "" = it has not.
+
+    Args:
+        digest: of the settings.
+    """
+    try:
+        record = json.loads((home / RUN_RECORD).read_text())
+    except (OSError, ValueError):
+        return ""
+    same = record.get("config_digest") == digest and record.get("status") == "finished"
+    return str(record.get("started") or "") if same else ""

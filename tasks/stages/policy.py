@@ -14,6 +14,7 @@ from rl_core.api.recipes.policy_gradient import policy_gradient
 from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
+from rl_core.models.lora import is_lora
 from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
@@ -48,7 +49,9 @@ def _body(context: StageContext) -> dict[str, Any]:
     environment = make_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
-    reference = causal_lm.load(context.inputs["model"], frozen)[0] if settings.kl_coef > 0 else None
+    reference = None
+    if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
+        reference = policy.model if is_lora(policy.model) else causal_lm.load(context.inputs["model"], frozen)[0]
     scorer = None
     if "reward_model" in context.inputs:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)

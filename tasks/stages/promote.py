@@ -19,7 +19,7 @@ from rl_core.storage.manifest import digest_folder
 from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle import attempts
-from tasks.lifecycle.approval import ask, expire, question, read
+from tasks.lifecycle.approval import ask, expire, note_answer, question, read
 from tasks.lifecycle.attempts import Attempt
 from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
@@ -140,6 +140,8 @@ def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None)
         }
         place |= {"flow_run_id": flow_run.id, "prefect_api": flow_run.api}
         request = ask(pipeline_run.tracking, question(result.summary, champion, **place))
+    elif pipeline_run.resumed and not request.is_waiting:
+        note_answer(pipeline_run.tracking, request)  # whoever answered may have been killed before
     pipeline_run.await_approval(request if request.is_waiting else None)
     pipeline_run.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
@@ -314,6 +316,9 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
             )
         version = int(before)
     if champion is not None and champion.version == version:
+        registry.clear_challenger(registered, version)  # an earlier call may have been killed before it did
+        if (journal := tracking.journal_of(champion)) is not None:
+            tracking.replay(journal)
         return f"version {version} of {registered} is the champion already"
     promoted = registry.version(registered, version)  # raises where there is none
     tags = {

@@ -12,10 +12,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.pairs import Pair
 from rl_core.errors import CheckpointError, CorruptError
@@ -26,6 +26,9 @@ from rl_core.storage.folders import publish_folder, put_bytes
 from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
 from rl_core.trainers.preference import reference_logprobs
 from rl_core.training.resume import runtime_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["cached_references", "pairs_digest", "weights_digest"]
 

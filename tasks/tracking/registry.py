@@ -192,6 +192,10 @@ class Registry:
     def set_champion(self, name: str, version: int) -> None:
         """Move `champion` to a version; a version that was challenger is so no more. Raises: SettingsError."""
         self.set_alias(name, "champion", version)
+        self.clear_challenger(name, version)
+
+    def clear_challenger(self, name: str, version: int) -> None:
+        """Take the alias `challenger` from a version, if it has it: one that is champion."""
         challenger = self.by_alias(name, "challenger")
         if challenger is not None and challenger.version == version:
             with self._store.answers("remove an alias"):

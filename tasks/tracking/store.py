@@ -216,8 +216,7 @@ class Store:
     @property
     def identity(self) -> str:
         """Mark of the experiment, made with it: a database that was made anew has another. Raises: BackendError."""
-        assert self.experiment_id
-        return self._identity
+        return self._identity if self.experiment_id else ""
 
     def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException

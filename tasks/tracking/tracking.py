@@ -22,6 +22,7 @@ __all__ = ["RunRow", "Tracking"]
 log = logging.getLogger(__name__)
 
 RESULT_CHARACTERS = 250  # of the tag `result`, which the runs table shows
+LEAST = 12  # characters by which a sentence is known that was cut off
 
 
 @dataclass(frozen=True)
@@ -129,16 +130,20 @@ class Tracking:
         """The Hugging Face folder of a version, on this machine."""
         return self.registry.download(self.registry.version(name, version), cache_folder)
 
+    def journal_of(self, version: ModelVersion) -> Path | None:
+        """Folder of the journal of the run that made a version; None where it is not here."""
+        if version.run_id is None:
+            return None
+        return next((f for f in journals(self.output) if DeliveryCursor.load(f).run_id == version.run_id), None)
+
     def journal_move(self, version: ModelVersion, alias: str, tags: Mapping[str, Any]) -> Path | None:
         """Record that an alias is about to move, in the journal of the run that made the version.
 
         A store that loses its database gets the move again; one that was recorded and not made is made on delivery.
         Returns: the journal's folder, to be delivered (`replay`) when the move is made; None where it is not here.
         """
-        if version.run_id is None or "model_sha256" not in version.tags:
-            return None
-        folder = next((f for f in journals(self.output) if DeliveryCursor.load(f).run_id == version.run_id), None)
-        if folder is None:
+        folder = self.journal_of(version)
+        if folder is None or "model_sha256" not in version.tags:
             return None
         try:
             record_alias(folder, alias, VersionOf(version.name, version.tags["model_sha256"]), tags)
@@ -215,9 +220,9 @@ class Tracking:
             found = self.store.client.get_run(run_id).data.tags
             result, note = found.get("result", ""), found.get("mlflow.note.content", "")
             changed = dict(tags)
-            changed["result"] = (result.replace(old, new) if old in result else new)[:RESULT_CHARACTERS]
+            changed["result"] = _reworded(result, old, new, new)[:RESULT_CHARACTERS]
             if note:
-                changed["mlflow.note.content"] = note.replace(old, new) if old in note else f"{new}\n\n{note}"
+                changed["mlflow.note.content"] = _reworded(note, old, new, f"{new}\n\n{note}")
             for key, value in changed.items():
                 self.store.client.set_tag(run_id, key, value[:5000])
 
@@ -277,3 +282,17 @@ class Tracking:
             metrics=dict(run.data.metrics),
             params=dict(run.data.params),
         )
+
+
+def _reworded(text: str, old: str, new: str, otherwise: str) -> str:
+    """The text with `new` in place of `old`; as it is, if it says `new`; `otherwise` if it says neither."""
+    if (place := _place(text, old)) >= 0:
+        return text[:place] + new + text[place + len(old) :]
+    return text if _place(text, new) >= 0 else otherwise
+
+
+def _place(text: str, sentence: str) -> int:
+    """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
+    if (found := text.find(sentence)) >= 0:
+        return found
+    return next((place for place in range(len(text) - LEAST + 1) if sentence.startswith(text[place:])), -1)

@@ -22,6 +22,7 @@ MAY_DIFFER = {
     "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
     "ids": "of MLflow runs and models, of Prefect's flow runs, of the journal; process numbers",
     "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
+    "lock files": "the process that held the lock last and was killed; whether it is held is looked at",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
 }
 
@@ -53,7 +54,7 @@ def _files(output: Path) -> dict[str, Any]:
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
         if not path.is_file() or name.split("/")[0] in ("prefect", "mlflow") or "/.tracking/" in name:
             continue
-        if path.name in NOTES or path.name.endswith(TIMED_ENDINGS):
+        if path.name in NOTES or path.name.endswith((*TIMED_ENDINGS, ".lock")):  # who held a lock last is in its file
             found[name] = "there"
             continue
         found[name] = _comparable(path)

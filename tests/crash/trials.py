@@ -186,7 +186,12 @@ class Bench:
         return trial
 
     def _is_over(self, kind: str) -> bool:
-        """True = the run's record says that it has ended."""
+        """True = the run's record says that it has ended; another one would be a new one."""
+        if KINDS[kind].what[0] == "retrain":
+            records = [json.loads(path.read_text()) for path in self.output.glob("small/retrainings/*.json")]
+            return any(record["status"] not in ("open", "failed", "waiting") for record in records)
+        if KINDS[kind].what[0] == "evaluate-champion":
+            return (self.output / "small" / "champion_checks.jsonl").exists()
         record = self.output / "small" / "run.json"
         if KINDS[kind].what[0] != "run" or not record.exists():
             return False

@@ -6,7 +6,7 @@
 import pytest
 from crash.forks import Forks
 from crash.pipelines import command, write_inputs
-from crash.servers import environment, prefect_server
+from crash.servers import environment
 from crash.trials import Bench, chains
 
 from flows import parameters
@@ -18,9 +18,9 @@ KIND = "analysis"  # from data over SFT to the gate
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def bench(tmp_path_factory, prefect_address):
     folder = tmp_path_factory.mktemp("crash")
-    with prefect_server() as api, Forks(environment(api)) as forks:
+    with Forks(environment(prefect_address)) as forks:
         bench = Bench(folder, write_inputs(folder), forks)
         bench.prepare([KIND], times=1)
         yield bench

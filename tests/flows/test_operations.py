@@ -22,15 +22,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def prefect_api():
-    from prefect.settings import PREFECT_API_URL
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=240):
-        yield PREFECT_API_URL.value()
-
-
 class Machine:
     """The command line beside one output folder."""
 

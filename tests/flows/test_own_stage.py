@@ -57,14 +57,6 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def prefect_api():
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
 def values(output: Path, **own):
     own = own or {"twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}}}
     return {

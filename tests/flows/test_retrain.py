@@ -18,18 +18,6 @@ from tasks.tracking import ModelVersion, Tracking
 CONFIG = ROOT / "configs/test.yaml"
 
 
-@pytest.fixture(scope="module")
-def prefect_api():
-    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-    from prefect.testing.utilities import prefect_test_harness
-
-    with (
-        prefect_test_harness(server_startup_timeout=300),
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-    ):
-        yield PREFECT_API_URL.value()
-
-
 def write(path, start, end):
     with path.open("a") as file:
         for n in range(start, end):

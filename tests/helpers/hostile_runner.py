@@ -28,7 +28,8 @@ PRELOADED = (
     "torch", "transformers", "pyarrow.parquet", "re2", "mlflow", "tasks.config", "tasks.tracking", "tasks.pipeline.run",
     "tasks.stages.prepare_data", "tasks.lifecycle.dead_runs", "rl_core.models.causal_lm", "rl_core.data.records",
     "rl_core.storage.checkpoint", "rl_core.analysis.runner", "rl_core.readers", "flows.cli.main", "flows.cli.resume",
-    "flows.cli.model_capabilities", "flows.cli.approve", "flows.monitor.server", "hostile.calls",
+    "flows.cli.model_capabilities", "flows.cli.approve", "flows.cli.gc", "flows.cli.sync", "flows.operations.commands",
+    "flows.monitor.server", "hostile.calls",
     "rl_core.environments.gsm8k", "peft", "pandas",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
@@ -112,6 +113,20 @@ def _run_command(arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
+def _surround(request: dict[str, Any]) -> None:
+    """Give the case its variables, umask and user."""
+    for name, value in request.get("environment", {}).items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    tempfile.tempdir = None  # of another TMPDIR
+    os.umask(request.get("umask", 0o022))
+    if user := request.get("user", 0):
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+
+
 def _child(request: dict[str, Any], reply: int) -> None:
     """Run one case, and write what the audit hook saw. Never returns."""
     os.setsid()
@@ -124,6 +139,7 @@ def _child(request: dict[str, Any], reply: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 2))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _surround(request)
     watch = _Watch(request["allowed"])
     sys.addaudithook(watch)
     code = 70

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -15,7 +16,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rl_core.settings import SamplingSettings
+
 VOCAB = 64
+ROOM = 24  # tokens after the prompt, where sequences are short
 SHAPE = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -112,3 +116,20 @@ class ScriptedSequence:
         self.completion_ids += ids
         self.logprobs += logprobs
         self.loss_mask += [sampled] * len(ids)
+
+
+def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence]:
+    """Groups over prompts of 1 to 9 tokens, with up to three observations of 1 to 7 tokens each."""
+    generator = np.random.default_rng(0)
+    sequences = []
+    for index in range(num_prompts):
+        prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
+        for sample in range(group):
+            observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
+            sequences.append(ScriptedSequence(prompt, 1000 * index + sample, observations, room=ROOM))
+    return sequences
+
+
+def sampling(**options: float) -> SamplingSettings:
+    """Settings under which these sequences have room for several turns."""
+    return SamplingSettings(**{"max_completion_tokens": ROOM, "slots": 100, **options})

@@ -1,6 +1,8 @@
 """Same computations by two processes and by one: a program that test_sharded_training.py runs once.
 
-    python sharded_scenarios.py FOLDER     writes FOLDER/0.json and 1.json (the two) and alone.json
+    python sharded_scenarios.py FOLDER [all]     writes FOLDER/0.json and 1.json (the two) and alone.json
+
+Without `all` it leaves out those of LONG, whose parts other scenarios have too.
 
 The processes are forks of one that has imported everything and computed nothing, which is much faster than two starts.
 """
@@ -36,6 +38,10 @@ from rl_core.training.loop import run_loop
 
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
 OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}
+LONG = {
+    "cut muon", "rest muon", "whole muon", "sapo", "distill", "dynamic", "ppo separate", "ppo shared",
+    "policy adapters", "by layer other backend", "by layer recomputed",
+}  # fmt: skip
 
 
 def model_of(kind=None):
@@ -180,9 +186,11 @@ def long_run(process_group, iterations, folder=None, **changes):
     return numbers(trainer, process_group, folder=folder, iterations=iterations)
 
 
-def compute(process_group, folder, name):
+def compute(process_group, folder, name, left_out):
     found = {}
     for title, scenario in scenarios(process_group, folder):
+        if title in left_out:
+            continue
         try:
             found[title] = scenario()
         except BaseException:
@@ -191,19 +199,19 @@ def compute(process_group, folder, name):
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
-def fork(folder, rank, port):
+def fork(folder, rank, port, left_out):
     pid = os.fork()
     if pid:
         return pid
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        compute(join(timeout_s=120, on_cpu=True), folder, str(rank))
+        compute(join(timeout_s=120, on_cpu=True), folder, str(rank), left_out)
     finally:
         os._exit(0)
 
 
-def main(folder):
+def main(folder, left_out):
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -213,10 +221,10 @@ def main(folder):
         long_run(SINGLE_PROCESS, 3, folder / "of one")
         os._exit(0)
     os.waitpid(begun, 0)
-    for pid in [fork(folder, rank, port) for rank in (0, 1)]:
+    for pid in [fork(folder, rank, port, left_out) for rank in (0, 1)]:
         os.waitpid(pid, 0)
-    compute(SINGLE_PROCESS, folder, "alone")
+    compute(SINGLE_PROCESS, folder, "alone", left_out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), set() if "all" in sys.argv[2:] else LONG)

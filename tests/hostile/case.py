@@ -46,6 +46,9 @@ class Case:
     files: Mapping[str, Content] = field(default_factory=dict)
     code: int = 2
     writes: bool = False  # True = it may write into its output folder
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None = not set
+    user: int = 0  # as whom it runs; 0 = as the test
+    umask: int = 0o022
 
 
 def config(text: bytes | str, says: str | tuple[str, ...], name: str, **files: Content) -> Case:

@@ -17,7 +17,7 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import Tracker
 from rl_core.training import loop
 from rl_core.training.callbacks import Callback
-from rl_core.training.loop import LoopMemory, LoopOutcome
+from rl_core.training.loop_state import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 

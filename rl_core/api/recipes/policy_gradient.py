@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe, Record
@@ -16,6 +14,9 @@ from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.settings import DistillationSettings, PolicySettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["distillation", "policy_gradient"]
 

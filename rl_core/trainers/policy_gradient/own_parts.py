@@ -31,7 +31,7 @@ _ADVANTAGE_ARGUMENTS = "(rewards_R, groups_R, lengths_R"
 
 @dataclass(frozen=True)
 class OwnParts:
-    """What a user's functions do in place of the algorithm's; None = the algorithm's own."""
+    """The user's functions in place of the algorithm's; None = the algorithm's own."""
 
     loss: OwnLoss | None = None
     advantages: OwnAdvantages | None = None

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
@@ -29,6 +29,7 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.lora import without_adapter
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
@@ -37,6 +38,9 @@ from rl_core.trainers.policy_gradient.own_parts import OwnParts, own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ActorCritic", "RolloutBuffer", "make_actor_critic"]
 
@@ -50,7 +54,7 @@ class ActorCritic:
     policy: PreTrainedModel
     optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
-    reference: PreTrainedModel | None = None  # of the KL term, frozen
+    reference: PreTrainedModel | None = None  # of the KL term, frozen; the policy itself = without its adapters
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
     teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
@@ -116,9 +120,8 @@ class RolloutBuffer:
         if not indices:
             return []
         rows = [self.samples[index].row for index in indices]
-        return process_group.batches(
-            indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build_batches
-        )
+        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+        return [*process_group.batches(indices, lengths, self._build_batches)]
 
     def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
@@ -163,9 +166,11 @@ class RolloutBuffer:
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
-        assert self.actor_critic.reference is not None
-        with span("reference"):
-            self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
+        reference = self.actor_critic.reference
+        assert reference is not None
+        own = without_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
+        with span("reference"), own:
+            self.ref_logprobs_RS = self._logprobs(reference, plan)
 
     @torch.no_grad()
     def compute_teacher_logprobs(self, plan: Plan) -> None:

@@ -12,11 +12,10 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
@@ -27,6 +26,7 @@ from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
+from rl_core.models.lora import is_lora
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
@@ -43,6 +43,9 @@ from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PolicyGradientTrainer"]
 
@@ -79,7 +82,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Build everything; nothing is drawn or played yet.
 
         Args:
-            reference_model: of the KL term, frozen here; needed when kl_coef > 0.
+            reference_model: of the KL term, frozen here; needed when kl_coef > 0. `model` itself, where it has
+                adapters: the model without them, and no second copy.
             backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
@@ -122,7 +126,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
-        if reference_model is not None:
+        if reference_model is model and not is_lora(model):
+            raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")
+        if reference_model is not None and reference_model is not model:
             reference_model.requires_grad_(False).eval()
         self.actor_critic = make_actor_critic(
             model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)

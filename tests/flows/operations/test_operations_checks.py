@@ -84,6 +84,10 @@ def test_not_an_api_and_a_password_is_not_shown():
         with pytest.raises((SettingsError, BackendError)) as caught:
             check_api(secret, "PREFECT_API_URL")
         assert "secret" not in str(caught.value)
+    with pytest.raises(
+        SettingsError, match=r"'garbage' \(from PREFECT_API_URL\) is no address of a server; one is http"
+    ):
+        check_api("garbage", "PREFECT_API_URL")
     assert check_api("https://api.prefect.cloud/api/accounts/a/workspaces/b", "x") == ""  # left to Prefect's client
     with serving({"/api/admin/version": (401, "")}) as url:  # it wants a token, which the client has
         assert check_api(f"{url}/api", "x") == ""

@@ -16,7 +16,7 @@ from flows.sweep.schedule import Schedule
 from flows.sweep.search import make_search
 from flows.sweep.space import parse_set
 from flows.sweep.sweep_report import rows_of, table, write_files
-from flows.sweep.trial import Job, Pruned, play_fresh, run_trial
+from flows.sweep.trial import Pruned, TrialJob, play_fresh, run_trial
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
@@ -43,7 +43,7 @@ def plan(tmp_path_factory):
 
 def job_of(plan, record, number, seed, **more):
     params = [{"stages.policy.learning_rate": rate} for rate in plan.dimensions[0].choices][number]
-    job = Job(
+    job = TrialJob(
         home=str(record.folder(number, seed)), name=f"small · trial {number}, seed {seed}",
         settings=resolve(plan.settings_of(params, seed)), metric=plan.metric, rungs=None,
         parent_folder=str(record.home), tags={"sweep": "s"}, models={},

@@ -186,7 +186,19 @@ EDITS = {
 }
 
 
+@pytest.fixture
+def posttrain(tmp_path):
+    """The command, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONHASHSEED", None)
+    return lambda *arguments: subprocess.run(
+        [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("edit", "code", "said"),
     [
@@ -197,16 +209,7 @@ EDITS = {
         ("opening", 1, "NOT deterministic: the environment's opening messages"),
     ],
 )
-def test_a_pipeline_of_ones_own(tmp_path, edit, code, said):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTHONHASHSEED", None)
-
-    def posttrain(*arguments):
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800, check=False,
-        )  # fmt: skip
-
+def test_a_pipeline_of_ones_own(tmp_path, posttrain, edit, code, said):
     assert posttrain("init", "my_task").returncode == 0
     if edit:
         file, old, new = EDITS[edit]
@@ -219,3 +222,16 @@ def test_a_pipeline_of_ones_own(tmp_path, edit, code, said):
     suspects = {"reward": "reward.py:", "data": "environment.py:", "observed": "environment.py:"}
     assert suspects.get(edit, "") in done.stdout
     assert json.dumps(sorted(path.name for path in (tmp_path / "outputs").iterdir())).count("verify-") == code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_slices_of_a_pipeline_that_ships(posttrain):
+    """SIGTERM after every 30 s; the smallest pipeline, made long enough for several slices."""
+    sets = ("stages.sft.max_steps=600", "stages.sft.checkpoint_every=20", "stages.policy.checkpoint_every=1")
+    done = posttrain("verify-resume", "test", "--slices", "30", *(part for value in sets for part in ("--set", value)))
+    assert done.returncode == 0 and "the same to the last bit" in done.stdout, done.stdout + done.stderr
+    said = re.search(
+        r"interrupted run: [\d.]+ s in (\d+) processes, .* s \(.*%\); \d+ iterations done again", done.stdout
+    )
+    assert said is not None and int(said[1]) >= 3, done.stdout

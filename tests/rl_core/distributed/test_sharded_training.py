@@ -10,18 +10,19 @@ from helpers import ROOT
 
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 
+slow = pytest.mark.slow  # a scenario of sharded_scenarios.LONG
 REFUSED = "train/grad_norm 2"  # of the step that the scenarios "refused" skip
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     """{"alone" | "0" | "1": {scenario: result}}; a scenario that raised is its traceback."""
+    is_slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
     folder = tmp_path_factory.mktemp("together")
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, ROOT / "tests/helpers/sharded_scenarios.py", folder], env=environment, check=True, timeout=600
-    )
+    command = [sys.executable, ROOT / "tests/helpers/sharded_scenarios.py", folder, *(["all"] if is_slow else [])]
+    subprocess.run(command, env=environment, check=True, timeout=600)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "0", "1")}
 
 
@@ -48,13 +49,11 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = [
-    "grpo", "sapo", "own parts", "distill", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards",
-    "policy adapters", "dropout",
-]  # fmt: skip
+POLICIES = ["grpo", "own parts", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
+MORE = ["sapo", "distill", "dynamic", "ppo separate", "ppo shared", "policy adapters"]
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "thoughts", "whole policy"])
+@pytest.mark.parametrize("name", [*POLICIES, *(pytest.param(name, marks=slow) for name in MORE)])
 def test_two_processes_play_and_learn_as_one(results, name):
     same(results["0"][name], results["alone"][name], 1e-5)
     assert len(results["alone"][name]["metrics"]) > 100
@@ -72,6 +71,10 @@ def test_the_parts_of_the_policies_are_at_work(results):
 def test_processes_may_generate_with_the_modules_themselves(results):
     """One of two plays more groups, and calls each block more often, than the other."""
     same(results["0"]["by layer grpo"], results["alone"]["grpo"], 1e-5)
+
+
+@slow
+def test_processes_may_generate_with_another_backend(results):
     same(results["0"]["by layer other backend"], results["alone"]["grpo"], 1e-5)
 
 
@@ -97,6 +100,10 @@ def test_a_refused_loss_of_one_process_is_a_skipped_step_of_all(results):
 
 def test_blocks_one_at_a_time_give_the_same_numbers(results):
     same(results["0"]["by layer"], results["alone"]["sft"], 1e-5)
+
+
+@slow
+def test_blocks_that_are_recomputed_give_the_same_numbers(results):
     same(results["0"]["by layer recomputed"], results["alone"]["sft"], 1e-5)
 
 
@@ -106,7 +113,7 @@ def test_muon_and_low_precision_are_near(results):
     same(results["0"]["bfloat16"], results["alone"]["bfloat16"], 2e-2)
 
 
-@pytest.mark.parametrize("run", ["plain", "muon", "policy"])
+@pytest.mark.parametrize("run", ["plain", pytest.param("muon", marks=slow), "policy"])
 def test_resume_is_exact_to_the_bit(results, run):
     whole, cut, rest = (results["0"][f"{name} {run}"] for name in ("whole", "cut", "rest"))
     assert isinstance(rest, dict), rest

@@ -10,7 +10,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
+from helpers.scripted_sequences import (
+    MODELS,
+    ROOM,
+    VOCAB,
+    ScriptedSequence,
+    make_model,
+    make_sessions,
+    model_named,
+    sampling,
+)
 from helpers.tile_code import tile_code
 from transformers import (
     GPT2Config,
@@ -38,7 +47,6 @@ from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import LoraSettings, SamplingSettings
 
 EOS = list(range(1, VOCAB, 5))  # often enough for several turns
-ROOM = 24  # tokens after the prompt
 
 
 class Rerun(StepGraphs):
@@ -102,22 +110,6 @@ def test_what_is_compiled() -> None:
     assert decoder.Decoder(make_model("llama", head_dim=16))._compiled is not None
     for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):
         assert decoder.Decoder(other)._compiled is None
-
-
-def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence]:
-    """Groups over prompts of 1 to 9 tokens, with up to three observations of 1 to 7 tokens each."""
-    generator = np.random.default_rng(0)
-    sequences = []
-    for index in range(num_prompts):
-        prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
-        for sample in range(group):
-            observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
-            sequences.append(ScriptedSequence(prompt, 1000 * index + sample, observations, room=ROOM))
-    return sequences
-
-
-def sampling(**options: float) -> SamplingSettings:
-    return SamplingSettings(**{"max_completion_tokens": ROOM, "slots": 100, **options})
 
 
 def play(backend: Engine | TransformersBackend, **options: float) -> list[ScriptedSequence]:

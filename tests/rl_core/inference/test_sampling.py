@@ -7,6 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rl_core.cpu import fused_decode
 from rl_core.inference import sampling
@@ -168,3 +175,32 @@ def test_penalty_by_hand() -> None:
     seen = torch.tensor([[True, True, False, False, True], [False] * 5])
     assert penalized(logits, seen, 4.0).tolist() == [[0.5, -8.0, 2.0, -2.0, 0.0], logits[1].tolist()]
     assert penalized(logits, seen, 0.5)[0].tolist() == [4.0, -1.0, 2.0, -2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "processor"),
+    [
+        ({"min_p": 0.2}, MinPLogitsWarper(0.2)),
+        ({"top_k": 5}, TopKLogitsWarper(5)),
+        ({"top_p": 0.7}, TopPLogitsWarper(0.7)),
+    ],
+    ids=["min_p", "top_k", "top_p"],
+)
+def test_each_restriction_is_that_of_transformers(options, processor) -> None:
+    """Alone, at a temperature: the same tokens at the same log-probs. (Together transformers takes min_p last.)"""
+    logits_BV = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)) * 2
+    expected_BV = torch.log_softmax(processor(None, TemperatureLogitsWarper(0.7)(None, logits_BV)), dim=-1)
+    places = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    for logits_V, expected_V in zip(logits_BV, expected_BV, strict=True):
+        tokens, logprobs = sampling.draw(logits_V.expand(4000, -1), places, 0.7, SamplingSettings(**options))
+        assert torch.allclose(logprobs, expected_V[tokens], atol=1e-5)
+        likely = set(torch.nonzero(expected_V > math.log(1e-3)).flatten().tolist())
+        assert likely <= set(tokens.tolist()) <= set(torch.nonzero(expected_V.isfinite()).flatten().tolist())
+
+
+def test_the_penalty_is_that_of_transformers() -> None:
+    logits_BV = torch.randn(2, 12, generator=torch.Generator().manual_seed(4))
+    ids_BT = torch.tensor([[1, 5, 5, 7], [0, 2, 3, 11]])
+    seen_BV = torch.zeros(2, 12, dtype=torch.bool).scatter(1, ids_BT, True)
+    expected_BV = RepetitionPenaltyLogitsProcessor(1.4)(ids_BT, logits_BV.clone())
+    assert torch.allclose(penalized(logits_BV, seen_BV, 1.4), expected_BV)

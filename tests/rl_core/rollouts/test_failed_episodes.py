@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_collect import Looking, LookThenAnswer, Renderer, Typist
+from helpers.typed_episodes import Looking, LookThenAnswer, Renderer, Typist
 
 from rl_core.environments.environment import Episode, Step
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace

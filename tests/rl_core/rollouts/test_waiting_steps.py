@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model
-from test_collect import EOS, Looking, LookThenAnswer, Renderer, Typist
-from test_engine import make_sessions, sampling
+from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model, make_sessions, sampling
+from helpers.typed_episodes import EOS, Looking, LookThenAnswer, Renderer, Typist
 
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any

@@ -3,17 +3,20 @@
 import itertools
 import os
 import platform
+from pathlib import Path
 
 import pytest
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, SettingsError
+from rl_core.rewards.judge import JudgeReward
 from rl_core.rewards.rollout_log import RewardRecord
+from rl_core.settings import JudgeSettings
 from rl_core.storage import single_files
 from rl_core.storage.checked_lines import copy_intact
 from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.own_files import own_file
+from rl_core.storage.own_files import cache_folder, own_file
 from rl_core.storage.single_files import write_text_atomic, write_text_unsynced
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from tasks.tracking.journal import DeliveryCursor, LineLog
@@ -61,6 +64,21 @@ def test_what_is_appended_to_follows_no_link(tmp_path, victim, name):
         with pytest.raises(CheckpointError, match="is a symbolic link"):
             APPENDED[name](folder)
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in APPENDED if name != "metrics.csv"])
+def test_a_hard_link_where_everybody_may_write_is_refused(tmp_path, victim, name):
+    folder = tmp_path / "output"
+    folder.mkdir()
+    os.link(victim, folder / name)
+    folder.chmod(0o1777)
+    with pytest.raises(CheckpointError, match=rf"{name}: has another name elsewhere \(a hard link\)"):
+        APPENDED[name](folder)
+    assert victim.read_text() == PRECIOUS
+    folder.chmod(0o775)  # a snapshot of one's own
+    if name == ".lock":
+        APPENDED[name](folder)
+        assert victim.read_text() != PRECIOUS
 
 
 REPLACED = {
@@ -120,3 +138,17 @@ def test_a_file_of_somebody_else_is_refused_where_others_may_write(tmp_path):
     with open(path, "a", opener=own_file) as file:
         file.write("!")
     assert path.read_text() == "ours!"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    settings = JudgeSettings(url="http://127.0.0.1:9", model="m")
+    with pytest.raises(SettingsError, match="no home folder for caches; set HOME or XDG_CACHE_HOME"):
+        JudgeReward(settings)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder("judgements") == tmp_path / "posttrain" / "judgements"
+    assert JudgeReward(settings)._folder == tmp_path / "posttrain" / "judgements"

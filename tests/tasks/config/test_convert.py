@@ -200,3 +200,13 @@ def test_recorded_names_are_those_of_an_installed_trl():
     for name, names in TRL.items():
         cls = trl.ScriptArguments if name == "Script" else getattr(trl, f"{name}Config", None)
         assert cls is None or {field.name for field in dataclasses.fields(cls)} == set(names), name
+
+
+def test_options_of_adapters_are_taken_over(tmp_path):
+    given = {
+        "model_name_or_path": "org/m", "use_peft": True, "lora_target_modules": "all-linear", "use_rslora": True,
+        "use_dora": True, "lora_modules_to_save": ["norm"], "load_in_4bit": True, "num_generations": 4,
+    }  # fmt: skip
+    lora = settings_of(convert(given, "x.yaml"), tmp_path).model.lora
+    assert (lora.target_modules, lora.rank_stabilized, lora.dora) == ("all-linear", True, True)
+    assert (lora.modules_to_save, lora.quantize) == (("norm",), "nf4")

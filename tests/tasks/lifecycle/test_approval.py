@@ -141,6 +141,50 @@ def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     assert json.loads(record.read_text()) == {"run_id": run_id, "status": "finished", "only": None}
 
 
+@pytest.mark.parametrize("written", [0, 1, 4])
+def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, written):
+    """The state is the last of five tags: with it all others are there."""
+    request = asking(tracking, model)
+    tag, done = tracking.store.client.set_model_version_tag, []
+
+    def cut(*arguments):
+        if len(done) == written:
+            raise KeyboardInterrupt
+        done.append(tag(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking.store.client, "set_model_version_tag", cut)
+        with pytest.raises(KeyboardInterrupt):
+            answer(tracking, request, approve=False, by="ada")
+    assert asked(tracking, request).is_waiting
+    answer(tracking, request, approve=False, by="ada")
+    found = tags(tracking, model)
+    assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
+
+
+def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model, tmp_path):
+    """Of a cut result too, and as often as it is noted."""
+    with tracking.start_run("demo", tmp_path / "run") as run:
+        run_id = delivered_run_id(run)
+        request = asking(tracking, model, run="demo", run_id=run_id)
+        run.set_tags({"result": f"policy 50%; {request.outcome}"[:40]})
+        run.set_description(f"| promote | {request.outcome} |")
+        run.flush(20)
+    faults.configure("approval.settled:1:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            answer(tracking, asked(tracking, request), approve=False, by="ada")
+    finally:
+        faults.configure(None)
+    done = asked(tracking, request)
+    assert done.state == "rejected" and "approval" not in tracking.store.client.get_run(run_id).data.tags
+    for _ in range(2):
+        approval.note_answer(tracking, done)
+        found = tracking.store.client.get_run(run_id).data.tags
+        assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "rejected"
+        assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
+
+
 def test_a_run_that_is_gone_does_not_hinder(tracking, model):
     done = answer(tracking, asking(tracking, model, run_id="0" * 32), approve=True, by="ada")
     assert done.state == "approved" and tracking.champion(model).version == 2

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from helpers.evaluations import evaluation
+from helpers.model_tags import ModelTags
 
 from tasks.lifecycle.attempts import (
     SKETCH,
@@ -18,19 +19,6 @@ from tasks.lifecycle.attempts import (
 from tasks.tracking import Tracking
 
 
-class Tags:
-    """A registered model's tags."""
-
-    def __init__(self):
-        self.found = {}
-
-    def model_tags(self, name):
-        return dict(self.found)
-
-    def tag_model(self, name, key, value):
-        self.found[key] = value
-
-
 def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment="grid", version=2):
     return attempt_of(
         environment, comparison_id(challenger, champion), draw, version=version, champion=1,
@@ -39,7 +27,7 @@ def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment=
 
 
 def test_each_comparison_counts_once_however_often_it_is_made():
-    tags = Tags()
+    tags = ModelTags()
     assert claim(tags, "m", asked("a")).number == 1
     assert claim(tags, "m", asked("a")).number == 1  # the stage was resumed, retried, or run again
     assert claim(tags, "m", asked("b")).number == 2
@@ -58,13 +46,13 @@ def test_each_comparison_counts_once_however_often_it_is_made():
     ],
 )
 def test_what_shares_episodes_is_counted(other, number):
-    tags = Tags()
+    tags = ModelTags()
     claim(tags, "m", asked())
     assert claim(tags, "m", asked(**other)).number == number
 
 
 def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
-    tags = Tags()
+    tags = ModelTags()
     note(tags, "m", asked("a"))  # killed before it was counted
     assert claim(tags, "m", asked("b")).number == 2
     resumed = claim(tags, "m", asked("a"))
@@ -75,9 +63,9 @@ def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
 def test_of_two_that_claim_at_once_none_has_too_low_a_number():
     """Both write before either counts, at every point where the second one can come in."""
     for when in range(1, 4):
-        tags, met = Tags(), []
+        tags, met = ModelTags(), []
 
-        class Interrupted(Tags):
+        class Interrupted(ModelTags):
             def __init__(self, inner):
                 self.inner, self.calls = inner, 0
 
@@ -99,7 +87,7 @@ def test_of_two_that_claim_at_once_none_has_too_low_a_number():
 
 
 def test_earlier_attempts_in_their_order():
-    tags = Tags()
+    tags = ModelTags()
     made = [claim(tags, "m", asked(name)) for name in "abc"]
     claim(tags, "m", asked("z", first=100))
     found = read_attempts(tags, "m")
@@ -111,7 +99,7 @@ def test_earlier_attempts_in_their_order():
 
 
 def test_tags_that_cannot_be_read_are_passed_over(caplog):
-    tags = Tags()
+    tags = ModelTags()
     tags.found = {"gate.attempt.aa": "nonsense", "gate.attempt.bb": '{"episodes": [], "who": 1}', "other": "x"}
     assert read_attempts(tags, "m") == []
     assert "gate.attempt.aa is no attempt" in caplog.text

@@ -115,6 +115,22 @@ def test_an_interrupted_or_failed_one_is_gone_on_with(file):
         assert again.record.number == 1 and again.record.status == "open" and again.record.flow_run_id == "b"
 
 
+def test_one_that_was_killed_behind_its_promotion_is_gone_on_with(file):
+    """Its own version is champion by then: neither is anything new, nor does another retraining begin."""
+    typed = settings(file)
+    append(file, 1)
+    first = plan(typed, champion(1, typed), force=True).record
+    promoted = champion(2, typed)
+    ours = dataclasses.replace(promoted, tags={**promoted.tags, "retrain.number": "1"})
+    for force in (True, False):
+        found = plan(typed, ours, [first], force=force, flow_run_id="b")
+        assert found.continues and found.record == dataclasses.replace(first, flow_run_id="b")
+        assert found.settings.model.path == "models:/x/1"  # what it began with
+    ended = dataclasses.replace(first, status="promoted")
+    assert plan(typed, ours, [ended], force=True).record.number == 2
+    assert plan(typed, promoted, [first], force=True).record.number == 2  # somebody else's champion
+
+
 def test_one_that_waits_for_approval_is_not_doubled_and_its_own_run_goes_on(file):
     typed = settings(file)
     holder = champion(1, typed)

@@ -7,7 +7,7 @@ import pytest
 from rl_core.errors import FolderBusy
 from rl_core.storage import faults
 from rl_core.storage.locks import FolderLock
-from tasks.pipeline.record import PipelineRecord
+from tasks.pipeline.record import PipelineRecord, finished_run
 from tasks.pipeline.run_options import RunOptions
 
 
@@ -46,6 +46,15 @@ def test_an_unreadable_record_is_no_run(tmp_path):
     assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == ""
     (tmp_path / "run.json").write_text('{"started": "no')
     assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "digest", "started"), [("finished", "d", "noon"), ("finished", "e", ""), ("", "d", "")]
+)
+def test_a_run_whose_outcome_was_not_noted_is_found_by_its_settings(tmp_path, status, digest, started):
+    assert finished_run(tmp_path, digest) == ""
+    begun(tmp_path, status=status)
+    assert finished_run(tmp_path, digest) == started
 
 
 def test_the_record_lies_with_the_pipeline_and_with_the_run(tmp_path):

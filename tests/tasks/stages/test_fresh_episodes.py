@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from helpers.model_tags import ModelTags
 
 from rl_core.environments import make
 from rl_core.evaluation import summarize
@@ -16,19 +17,6 @@ from tasks.stages.evaluate import episodes_seed, reported_episodes, validation_e
 from tasks.stages.fresh_episodes import choose_draw
 
 FRESH = PromotionSettings(repeated_attempts="fresh")
-
-
-class Tags:
-    """A registered model's tags."""
-
-    def __init__(self):
-        self.found = {}
-
-    def model_tags(self, name):
-        return dict(self.found)
-
-    def tag_model(self, name, key, value):
-        self.found[key] = value
 
 
 def outcome(requests):
@@ -54,7 +42,7 @@ def gate(monkeypatch):
                        "curriculum": [{"name": "all", "levels": {"medium": 1, "hard": 1}}]},
             "evaluate": {"episodes": 40, "levels": ["medium", "hard"]}, "promote": {}},
     })  # fmt: skip
-    run = SimpleNamespace(settings=settings, registered_model="m", tracking=Tags())
+    run = SimpleNamespace(settings=settings, registered_model="m", tracking=ModelTags())
     evaluation = settings.stages.evaluate
     standard = outcome(heldout_requests(environment, evaluation, episodes_seed(evaluation, settings)))
 

@@ -216,3 +216,17 @@ def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_made_at_the_
         faults.configure(None)
     assert tracking.champion("by-hand").version != 1 and waiting_in(journal).total == 1
     assert tracking.replay(journal) == 0 and tracking.champion("by-hand").version == 1
+
+
+def test_a_choice_by_hand_that_was_killed_behind_the_alias_is_challenger_no_more(tracking, by_hand):
+    settings, _ = by_hand
+    tracking.set_challenger("by-hand", 1)
+    faults.configure("alias.moved:1:raise")
+    try:
+        with pytest.raises((faults.InjectedFault, BackendError)):
+            promote_version(settings, 1)
+    finally:
+        faults.configure(None)
+    assert sorted(tracking.versions("by-hand")[0].aliases) == ["challenger", "champion"]
+    assert "is the champion already" in promote_version(settings, 1)
+    assert tracking.versions("by-hand")[0].aliases == ("champion",)

@@ -1,0 +1,73 @@
+"""Keys and values of prompts: each prompt is prefilled once and copied to every sequence that begins with it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import torch
+
+from rl_core.data.batches import micro_batches, pad_rows
+from rl_core.inference.decoder import Decoder
+from rl_core.inference.sampling import RolloutSequence
+from rl_core.memory import MemoryFit
+
+__all__ = ["PromptCache"]
+
+_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+_LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
+
+
+class PromptCache:
+    """Prefilled prompts of the sequences in a queue, kept until the last of them has begun."""
+
+    def __init__(self, decoder: Decoder, queue: deque[RolloutSequence], pad_id: int, advice: str) -> None:
+        """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
+        self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
+        self._prefilled: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}  # prompt -> (keys and values, row)
+        self._waiting = Counter(tuple(sequence.prompt_ids) for sequence in queue)  # sequences that have not begun
+
+    def fill(self, slots: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> None:
+        """Copy all but the last token of each prompt into its slot."""
+        self._prefill(prompts)
+        by_batch: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+        for slot, prompt in zip(slots, prompts, strict=True):
+            if len(prompt) > 1:
+                kv, row = self._prefilled[prompt]
+                by_batch.setdefault(id(kv), (kv, []))[1].append((slot, row))
+            self._waiting[prompt] -= 1
+            if not self._waiting[prompt]:
+                self._prefilled.pop(prompt, None)
+        for kv, pairs in by_batch.values():
+            MemoryFit("prompts", self._advice).compute([pairs], functools.partial(self._copy, kv))
+
+    def _copy(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Copy prefilled prompts into slots: (slot, row of `kv`) each."""
+        slots, rows = (torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True))
+        self._decoder.fill(slots, kv, rows)
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
+        missing = [p for p in dict.fromkeys(prompts) if len(p) > 1 and p not in self._prefilled]
+        if not missing:
+            return
+        total = sum(map(len, missing))
+        wanted = dict.fromkeys(missing)
+        for sequence in self._queue:
+            prompt = tuple(sequence.prompt_ids)
+            if prompt in wanted or prompt in self._prefilled or len(prompt) < 2:
+                continue
+            total += len(prompt)
+            if total > _LOOKAHEAD_TOKENS:
+                break
+            wanted[prompt] = None
+        missing = list(wanted)
+        lengths = [len(prompt) - 1 for prompt in missing]
+
+        def prefill(rows: list[int]) -> None:
+            kv = self._decoder.prefill(pad_rows([missing[i][:-1] for i in rows], self._pad_id).to(self._decoder.device))
+            for row, index in enumerate(rows):
+                self._prefilled[missing[index]] = (kv, row)
+
+        MemoryFit("prompts", self._advice).compute(micro_batches(lengths, _PREFILL_TOKENS), prefill, lengths=lengths)

@@ -1,0 +1,96 @@
+"""A command in strange surroundings: streams closed or full, poor encodings, no folder, few files, wrong variables."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+STAND_IN = """
+import os, resource, sys
+from flows.cli import main as cli
+from rl_core.errors import SettingsError
+from rl_core.storage.faults import fault
+def runs(arguments):
+    DOES
+    return 0
+cli.COMMANDS["runs"] = runs
+sys.exit(cli.main(["runs"]))
+"""
+
+
+def run(does, streams="", folder=None, **environment):
+    """`posttrain runs`, which does this, with its streams redirected by a shell."""
+    return subprocess.run(
+        ["bash", "-c", f'exec "$PYTHON" -c "$CODE" {streams}'],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CODE": STAND_IN.replace("DOES", does),
+             **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8"])
+def test_characters_that_a_terminal_lacks_are_printed_as_escapes(encoding):
+    done = run(r"print('demo \u00b7 \u2603 \ud800')", PYTHONIOENCODING=encoding)
+    wanted = "demo · ☃ \\ud800\n" if encoding == "utf-8" else "demo \\xb7 \\u2603 \\ud800\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
+
+
+def test_output_that_the_disk_does_not_take_is_an_error_in_words():
+    done = run("print('x')", "> /dev/full", PYTHONUNBUFFERED="")
+    assert done.returncode == 1
+    assert done.stderr == "posttrain: the output cannot be written: No space left on device; make room\n"
+
+
+def test_an_error_that_nobody_can_be_told_keeps_its_exit_code():
+    assert run("raise SettingsError('x')", "2> /dev/full").returncode == 2
+
+
+def test_files_never_get_the_numbers_of_closed_streams(tmp_path):
+    does = "f = open('f', 'w'); print('x'); print('y', file=sys.stderr); os.system('echo z'); f.write(str(f.fileno()))"
+    done = run(does, "<&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0 and int((tmp_path / "f").read_text()) > 2
+
+
+def test_a_folder_that_was_removed_is_said(tmp_path):
+    (tmp_path / "gone").mkdir()
+    done = run("os.getcwd()", folder=tmp_path)
+    assert done.returncode == 0
+    done = run("os.chdir('gone'); os.rmdir('../gone'); os.getcwd()", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2, "posttrain: the current folder was removed; change to one that is there\n"
+    )  # fmt: skip
+
+
+def test_too_many_open_files_name_the_limit():
+    done = run("resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); [os.pipe() for _ in range(20)]")
+    assert (done.returncode, done.stderr) == (
+        1, "posttrain: Too many open files; raise the limit of open files (ulimit -n)\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("POSTTRAIN_FAULT", "garbage", "POSTTRAIN_FAULT: 'garbage' must read point:hit:action"),
+        ("POSTTRAIN_FAULT", "nope:1:kill", "POSTTRAIN_FAULT: unknown point 'nope'"),
+        ("POSTTRAIN_FAULT_LOG", "/nowhere/log", "POSTTRAIN_FAULT_LOG: /nowhere/log cannot be written: No such file"),
+    ],
+)
+def test_a_wrong_plan_of_faults_is_an_error_of_the_command_not_of_an_import(variable, value, said):
+    done = run("fault('loop.step')", **{variable: value})
+    assert done.returncode == 2 and done.stderr.startswith(f"posttrain: {said}")
+
+
+def test_prefect_s_own_variables_are_refused_in_words():
+    does = "from prefect.settings import get_current_settings; get_current_settings()"
+    done = run(does, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="abc")
+    assert done.returncode == 2 and "\nposttrain: Prefect refuses a variable PREFECT_..." in done.stderr
+    assert "startup_timeout_seconds" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_python_without_asserts_is_refused(level):
+    done = run("return 0", PYTHONOPTIMIZE=level)
+    assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr

@@ -1,0 +1,24 @@
+"""One Prefect server for all files of a worker, as its start takes many seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from crash.servers import prefect_server
+
+
+@pytest.fixture(scope="session")
+def prefect_address() -> Iterator[str]:
+    """Address of the server's API."""
+    with prefect_server() as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def prefect_api(prefect_address: str) -> Iterator[str]:
+    """The address; flow runs in this process use the server, and those of children that are told of it."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield prefect_address

@@ -1,0 +1,165 @@
+"""Options of adapters: the engine agrees with the trainer, exports load with peft, merged models are equal, and the
+model without its adapters is the very reference."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from helpers.letters import FewLetters, make_trainer, weights
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import SettingsError
+from rl_core.models import causal_lm
+from rl_core.models.lora import add_adapter, is_lora, merged, quantized_loading, without_adapter
+from rl_core.settings import LoraSettings, ModelSettings
+
+OPTIONS = {
+    "plain": {},
+    "all-linear": {"target_modules": "all-linear"},
+    "rslora": {"rank_stabilized": True},
+    "dora": {"dora": True, "target_modules": ("q_proj", "down_proj")},
+    "whole norms": {"modules_to_save": ("input_layernorm", "norm")},
+    "whole head": {"modules_to_save": ("lm_head", "embed_tokens"), "target_modules": ("q_proj",)},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def llama(tokenizer, name=""):
+    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, 0)
+    if name != "whole head":
+        return model
+    torch.manual_seed(0)  # head and embedding of their own
+    return LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "tie_word_embeddings": False}))
+
+
+def gpt2(tokenizer):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def stirred(model, settings):
+    """The model with adapters that change what it says."""
+    model = add_adapter(model, settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.tensor([[5, 9, 11, 7], [8, 6, 5, 12]])).logits
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "gpt2", "gpt2 dora"])
+def test_merged_exported_and_switched_off(tokenizer, tmp_path, name):
+    """Merged inside, as before afterwards; the folder without peft, and its adapter with peft, say the same."""
+    is_gpt2 = name.startswith("gpt2")
+    settings = LoraSettings(rank=2, **(OPTIONS.get(name) or {"target_modules": "all-linear", "dora": "dora" in name}))
+    start = gpt2(tokenizer) if is_gpt2 else llama(tokenizer, name)
+    before = logits(start)
+    model = stirred(copy.deepcopy(start), settings)
+    changed, state = logits(model), copy.deepcopy(model.state_dict())
+    assert (changed - before).abs().max() > 1e-2
+    with without_adapter(model):
+        assert torch.equal(logits(model), before)
+    with merged(model):
+        assert torch.allclose(logits(model), changed, atol=1e-4)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(logits(model), changed)
+    causal_lm.save(model, tokenizer, tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not is_lora(plain) and torch.allclose(logits(plain), changed, atol=1e-4)
+    with_peft = peft.PeftModel.from_pretrained(copy.deepcopy(start), tmp_path / "model" / "adapter")
+    assert torch.allclose(logits(with_peft), changed, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rollouts_agree_and_a_resume_is_exact(tokenizer, name):
+    """Log-probs of sampler and trainer; KL to the model without adapters, as to a copy of it; state after a resume."""
+    settings = LoraSettings(rank=2, **OPTIONS[name])
+    options = {"kl_coef": 0.1, "learning_rate": 2e-2, "epochs": 2}
+
+    def trainer(own_reference):
+        torch.manual_seed(3)
+        model = add_adapter(llama(tokenizer, name), settings)
+        reference = model if own_reference else llama(tokenizer, name)
+        return make_trainer(tokenizer, FewLetters(), model=model, reference=reference, **options)
+
+    own, other = trainer(True), trainer(False)
+    rows = [[each.step() for _ in range(3)] for each in (own, other)]
+    found, expected = ([row["policy/ref_kl"] for row in part] for part in rows)
+    if name == "whole head":  # of the wrapped head the model gives logits itself, which rounds otherwise
+        assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    else:
+        assert found == expected and torch.equal(weights(own), weights(other))
+    assert found[-1] > 1e-6
+    assert max(row["policy/sampler_difference_max"] for row in rows[0]) < 1e-4
+    assert all(parameter.requires_grad == ("lora_" in key or "modules_to_save" in key)
+               for key, parameter in own.policy.named_parameters())  # fmt: skip
+    resumed = trainer(True)
+    resumed.policy.load_state_dict(copy.deepcopy(own.policy.state_dict()))
+    resumed.optimizer_step.load_state_dict(copy.deepcopy(own.optimizer_step.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(own.state_dict()))
+    own.step()
+    resumed.step()
+    assert torch.equal(weights(own), weights(resumed))
+
+
+def test_a_policy_without_adapters_is_no_reference_of_its_own(tokenizer):
+    model = llama(tokenizer)
+    with pytest.raises(SettingsError, match="cannot be its own reference"):
+        make_trainer(tokenizer, model=model, reference=model, kl_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules_to_save": ("lm_head",)}, "modules_to_save: lm_head shares its weights"),
+        ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: embed_tokens shares its weights"),
+        ({"modules_to_save": ("nose",)}, "has no module named nose"),
+        ({"target_modules": ("c_attn",)}, r"no linear layer of this model is named c_attn; .*all-linear"),
+    ],
+)
+def test_what_cannot_be_adapted_is_named(tokenizer, options, message):
+    with pytest.raises(SettingsError, match=f"^lora.*{message}"):
+        add_adapter(llama(tokenizer), LoraSettings(**options))
+
+
+def test_a_module_is_adapted_or_trained_as_a_whole():
+    with pytest.raises(SettingsError, match="modules_to_save: q_proj is one of target_modules too"):
+        LoraSettings(modules_to_save=("q_proj",))
+
+
+def test_few_bits_need_a_cuda_device_and_the_library():
+    settings = LoraSettings(quantize="nf4")
+    with pytest.raises(SettingsError, match=r"quantize: nf4 needs a CUDA device, and the model is to be on cpu"):
+        quantized_loading(settings, torch.device("cpu"), torch.float32)
+    assert quantized_loading(LoraSettings(), torch.device("cpu"), torch.float32) == {}
+    with pytest.raises(SettingsError, match=r"needs the package bitsandbytes"):
+        quantized_loading(settings, torch.device("cuda"), torch.bfloat16)
+
+
+def test_all_linear_is_a_word_in_a_configuration():
+    from tasks.config import from_dict, resolve
+
+    values = {
+        "name": "x",
+        "model": {"path": "org/name", "lora": {"target_modules": "all-linear"}},
+        "stages": {"prepare_data": {}, "sft": {}},
+    }
+    settings = from_dict(values, check_files=False)
+    assert settings.model.lora.target_modules == "all-linear"
+    assert from_dict(resolve(settings), check_files=False) == settings

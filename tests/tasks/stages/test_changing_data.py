@@ -1,0 +1,72 @@
+"""Data files that are written to while they are read: refused, and never kept under the key of their old content."""
+
+import json
+
+import pytest
+from helpers.stage_doubles import PipelineRun, Tracker
+
+from rl_core.data import records
+from rl_core.errors import DataError
+from tasks.pipeline.key import input_digest
+from tasks.stages.prepare_data import prepare_data
+
+MODEL = {"preset": "nano", "vocab_size": 300}
+
+
+def line(number):
+    messages = [{"role": "user", "content": f"{number} + 1"}, {"role": "assistant", "content": str(number + 1)}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(map(line, range(20))))
+    return path
+
+
+def grow(path):
+    with path.open("a") as file:
+        file.write(line(99))
+
+
+def test_a_file_that_grows_while_its_rows_are_read(data):
+    before = input_digest(data)
+
+    def length(row):
+        if len(data.read_text().splitlines()) == 20:
+            grow(data)
+        return 1
+
+    with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
+        records.read_demonstrations(data, token_length=length, context=9)
+    whole = records.read_demonstrations(data, token_length=length, context=9)
+    assert len(whole.rows) == 21 and whole.digest == input_digest(data) != before
+
+
+def test_a_row_that_was_half_there_is_not_blamed(data):
+    def length(row):
+        data.write_text(line(1) + line(2)[:-9])
+        return 1
+
+    with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
+        records.read_demonstrations(data, token_length=length, context=9)
+
+
+def test_a_file_that_grew_after_the_stage_got_its_key(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tracker, "log_dataset", lambda *arguments: None, raising=False)
+    stages = {"prepare_data": {"demonstrations": str(data)}, "sft": {}}
+    read = records.read_demonstrations
+
+    def late(path, **options):
+        grow(path)
+        return read(path, **options)
+
+    pipeline_run = PipelineRun(tmp_path / "stages", stages=stages, model=MODEL)
+    pipeline_run.parent = Tracker()
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_demonstrations", late)
+        with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
+            prepare_data(pipeline_run, None)
+    assert list(tmp_path.glob("stages/*/*/manifest.json")) == []
+    assert prepare_data(pipeline_run, None).summary["demonstrations_file"]["rows"] == 21
