@@ -79,7 +79,7 @@ def independent_rows(model: Any, device: str | None = None) -> Decision:
 
 def _independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if not (decision := training_forward(trunk, device)).allowed:
-        yield f"no path '{decision.name}': {decision.reason}"
+        yield f"its training passes are transformers' own: {decision.reason}"
     if gemm.load() is None or norm_and_gate.load() is None or attention_kernel.load() is None:
         yield "matrix products are not this project's compiled code here (no C compiler, or an Intel processor's MKL)"
     config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim

@@ -38,6 +38,7 @@ from rl_core.capabilities import (
     decoder,
     decoding,
     fused_step,
+    independent_rows,
     packed_weights,
     plain_head,
     sequence_packing,
@@ -45,7 +46,7 @@ from rl_core.capabilities import (
     training_forward,
     trials,
 )
-from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
+from rl_core.cpu import fused_decode, gemm, int8_gemm, packed_vectors
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -283,6 +284,24 @@ def test_without_weights_trials_are_left_open():
         found = capabilities(llama(), device="cuda")
     assert found.decoder.allowed and "CUDA graphs" in found.decoder.reason
     assert "its weights are on cuda" in found.training_forward.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: llama(head_dim=16).double(), "its training passes are transformers' own: its weights are float64"),
+        (lambda: llama(head_dim=12), "heads of 12 dimensions are attended to by torch's kernel"),
+        (lambda: llama(head_dim=16, intermediate_size=40), "intermediate_size 40 is no multiple of 16"),
+        (qwen3, "norms of single heads are torch's kernels"),
+    ],
+)
+def test_rows_depend_on_others_where_a_kernel_is_not_ours(make, reason, monkeypatch):
+    if gemm.load() is None:
+        pytest.skip("needs compiled matrix products")
+    assert independent_rows(llama(head_dim=16)).allowed
+    assert not independent_rows(make()).allowed and reason in independent_rows(make()).reason
+    monkeypatch.setattr(gemm, "load", lambda: None)
+    assert "matrix products are not this project's compiled code" in independent_rows(llama(head_dim=16)).reason
 
 
 def test_every_reason_has_a_case_here():
