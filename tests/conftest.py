@@ -6,3 +6,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_stages_go_with_their_test(monkeypatch):
+    """Configurations register the stages that they name; the registry is as before in the end."""
+    from tasks import stage_registry
+
+    monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.data.files import BadRow, data_files, read_rows
-from rl_core.data.formats import Kind, format_of, unknown_columns
+from rl_core.data.formats import Kind, format_of
 from rl_core.data.near_duplicates import is_available, near_pairs
 from rl_core.data.records import Records, read_demonstrations, read_preferences
 from rl_core.data.splits import opening_text, prompt_key, prompt_text
@@ -100,12 +100,9 @@ def _read(path: Path, kind: Kind, max_rows: int) -> _File:
     if not files:
         raise DataError(f"{path}: has no data file in it")
     for file in files:
-        for _, raw in islice(read_rows(file, None), max_rows):
-            form = format_of(raw, kind) if isinstance(raw, dict) else None
-            found.formats[form.name if form else "not recognised"] += 1
-            if form and isinstance(raw, dict):
-                found.unread |= unknown_columns(raw, form, kind)
         records = _records(file, kind, max_rows)
+        found.formats += records.formats
+        found.unread |= records.unread
         start, prefix = len(found.rows), f"{file.name} " if len(files) > 1 else ""
         found.rows += records.rows
         found.places += [f"{prefix}line {line}" for line in records.lines]
@@ -136,7 +133,9 @@ def _records(file: Path, kind: Kind, max_rows: int) -> Records:
 
 def _head(found: _File, max_rows: int) -> Iterator[str]:
     yield f"kind            {found.kind}"
-    yield "format          " + ", ".join(f"{name} ({count} rows)" for name, count in found.formats.most_common())
+    yield "format          " + ", ".join(
+        f"{name or 'not recognised'} ({count} rows)" for name, count in found.formats.most_common()
+    )
     whole = " (the first of each file; --max-rows reads more)" if max(found.formats.values()) >= max_rows else ""
     yield f"rows            {found.num_rows}{whole}, {len(found.problems)} cannot be used"
     for problem in found.problems[:_SHOWN]:
@@ -171,8 +170,8 @@ def _prompt(row: Row) -> str:
 
 def _sequences(row: Row, renderer: ChatRenderer) -> list[tuple[list[int], list[bool]]]:
     """Token ids and loss mask of each sequence of a row."""
-    from rl_core.api.data import row_sides
     from rl_core.data.conversation import training_sequences
+    from rl_core.data.preference_rows import row_sides
 
     if "messages" in row:
         return training_sequences(renderer, row["messages"], row.get("tools"))
@@ -186,18 +185,16 @@ def _lengths(
     if renderer is None:
         lengths, unit = [len(text) for text in texts], "characters (--model MODEL counts tokens)"
         return [f"lengths         {unit}", *_histogram(lengths)]
-    lengths, learnt, refused = [], 0, 0
-    for row in rows:
-        try:
-            sequences = _sequences(row, renderer)
-        except DataError:
-            refused += 1
-            continue
-        lengths.append(max(len(ids) for ids, _ in sequences))
-        learnt += sum(sum(mask) for _, mask in sequences)
-    lines = [f"lengths         tokens; {sum(lengths)} in all, {learnt} with loss"]
-    if refused:
-        lines.append(f"                  {refused} rows are refused by the chat template")
+    from rl_core.data.row_tokens import Job
+    from rl_core.data.token_cache import TokenCache, text_size
+
+    job = Job("demonstrations" if "messages" in rows[0] else "preferences")
+    tokens = TokenCache(None).tokens("", lambda: rows, renderer, job, text_size(rows))
+    lengths = [length for length in tokens.longest(len(rows)).tolist() if length]
+    learnt = int(tokens.rows.loss_tokens.sum())
+    lines = [f"lengths         tokens; {tokens.rows.num_tokens} in all, {learnt} with loss"]
+    if tokens.refused:
+        lines.append(f"                  {len(tokens.refused)} rows are refused by the chat template")
     if context is not None and (over := sum(length > context for length in lengths)):
         lines.append(f"                  {over} rows are longer than the model's context of {context}")
     return [*lines, *_histogram(lengths)]

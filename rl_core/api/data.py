@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import TrainingSequence, training_sequences
-from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
+from rl_core.data.conversation import TrainingSequence
+from rl_core.data.pair_rows import PreferencePart, Use, pairs_of
+from rl_core.data.pairs import Pair
 from rl_core.data.prompt_files import PromptRows, read_prompt_rows
-from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
-from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_by_prompt
+from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
+from rl_core.data.row_tokens import Job
+from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_places
+from rl_core.data.token_cache import TokenCache, Tokens, rows_digest, text_size
 from rl_core.data.token_rows import TokenRows
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
-from rl_core.types import Message
 
 __all__ = [
     "Split",
@@ -26,17 +28,12 @@ __all__ = [
     "as_environment",
     "check_prompts",
     "conversations",
-    "pair_of",
-    "pairs_of_rows",
-    "preference_length",
     "preference_pairs",
-    "row_sides",
 ]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model"]
 
 
 @dataclass(frozen=True)
@@ -115,152 +112,106 @@ def check_prompts(
 
 def conversations(
     data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int,
-    loss_on: Literal["all", "last"] = "all",
+    loss_on: Literal["all", "last"] = "all", folder: Path | None = None,
 ) -> Split[TrainingSequence]:  # fmt: skip
     """Demonstrations as (token ids, loss mask), `heldout` of them (a share by prompt, or rows of their own) held out.
 
+    Args:
+        folder: keeps token ids, so that a resumed run does not make them again.
     Raises: RecordsError listing bad rows, those longer than the context among them.
     """
-
-    def read(source: RowSource) -> Records:
-        return read_demonstrations(source, token_length=length, context=context)
-
-    def length(row: Row) -> int:
-        return max(len(ids) for ids, _ in sequences(row))
-
-    def sequences(row: Row) -> list[TrainingSequence]:
-        return training_sequences(renderer, row["messages"], row.get("tools"), loss_on)
-
+    reader = _Reader(Job("demonstrations", loss_on), renderer, context, folder)
     parts = _split(
-        data, heldout, read, lambda row: opening_text(row["messages"]), seed,
+        data, heldout, reader, lambda row: opening_text(row["messages"]), seed,
         otherwise=lambda row: str(row["messages"][:-1]),
     )  # fmt: skip
-    train, rest = (TokenRows(s for row in part for s in sequences(row)) for part in (parts.train, parts.heldout))
-    return Split(train, rest, parts.digest)
+    return Split(parts.train.sequences, parts.heldout.sequences, parts.digest)
 
 
 def preference_pairs(
-    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int, use: Use = "dpo"
-) -> Split[Pair]:
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int, use: Use = "dpo",
+    folder: Path | None = None,
+) -> Split[Pair]:  # fmt: skip
     """Preference rows as the pairs of a loss or of a reward model; arguments and errors as `conversations`.
 
-    Args:
-        use: the loss, or "reward_model". See `pairs_of_rows`.
-    """
-
-    def read(source: RowSource) -> Records:
-        return read_preferences(source, token_length=lambda row: preference_length(row, renderer), context=context)
-
-    parts = _split(data, heldout, read, lambda row: prompt_text(row["prompt"]), seed)
-    train, rest = pairs_of_rows(parts.train, parts.heldout, renderer, use, seed)
-    return Split(train, rest, parts.digest)
-
-
-def preference_length(row: Row, renderer: ChatRenderer) -> int:
-    """Tokens of the longest sequence of a preference row or a labelled completion."""
-    return max(len(side.ids) for side, _ in row_sides(row, renderer))
-
-
-def pairs_of_rows(
-    train: Sequence[Row], heldout: Sequence[Row], renderer: ChatRenderer, use: Use, seed: int
-) -> tuple[list[Pair], list[Pair]]:
-    """Rows of `data.records.read_preferences` as the pairs of a loss.
-
     `kto` takes labelled completions, and both sides of preference rows; the others take preference rows alone. Only
-    `reward_model` takes a `margin`. Raises: DataError naming a row that does not go with the loss.
+    `reward_model` takes a `margin`.
+    Args:
+        use: the loss, or "reward_model".
+    Raises: DataError naming a row that does not go with the loss.
     """
-    for name, rows in (("training", train), ("held-out", heldout)):
-        for place, row in enumerate(rows):
-            reason = misfit(row, use)
-            if reason:
-                raise DataError(f"{name} row {place + 1}: {reason}; its prompt is {row['prompt'][:80]!r}")
-    if use != "kto":
-        parts = [[pair_of(row, renderer) for row in rows] for rows in (train, heldout)]
-        return parts[0], parts[1]
-    labelled = [[side for row in rows for side in row_sides(row, renderer)] for rows in (train, heldout)]
-    return mismatched_pairs(labelled[0], seed), mismatched_pairs(labelled[1], seed, labelled[0])
+    reader = _Reader(Job("preferences"), renderer, context, folder)
+    parts = _split(data, heldout, reader, lambda row: prompt_text(row["prompt"]), seed)
+    train = PreferencePart.of(parts.train.sequences, parts.train.rows, use, "training")
+    rest = PreferencePart.of(parts.heldout.sequences, parts.heldout.rows, use, "held-out")
+    pairs = pairs_of(train, rest, use, seed)
+    return Split(*pairs, parts.digest)
 
 
-def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
-    """A preference row as token ids."""
-    (chosen, _), (rejected, _) = row_sides(row, renderer)
-    return Pair(chosen, rejected, row.get("margin", 0.0))
+@dataclass(frozen=True)
+class _Part:
+    """Rows and their sequences."""
+
+    rows: Sequence[Row]
+    sequences: TokenRows
 
 
-def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
-    """Token ids of each completion of a row, with its label; chosen = True."""
-    renderer = renderer.with_tools(row.get("tools"))
-    prompt = row["prompt"]
-    opening = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    prompt_ids = renderer.prompt_ids(opening)
-
-    def side(answer: str | list[Message]) -> PairSide:
-        if isinstance(answer, str):
-            completion_ids = renderer.action_ids(answer)
-            return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
-        return PairSide(prompt_ids, *_turns(renderer, answer))
-
-    names = {"completion": row["label"]} if "label" in row else {"chosen": True, "rejected": False}
-    sides = [(_cut(side(row[name]), row.get("max_tokens")), label) for name, label in names.items()]
-    if len(sides) == 2 and sides[0][0].completion_ids == sides[1][0].completion_ids:
-        raise DataError(f"chosen and rejected are the same in the tokens that are read ({len(sides[0][0].ids)})")
-    return sides
+@dataclass(frozen=True)
+class _Parts:
+    train: _Part
+    heldout: _Part
+    digest: str
 
 
-def _cut(side: PairSide, max_tokens: int | None) -> PairSide:
-    """The first tokens of prompt and completion. Raises: DataError if none that carries loss is among them."""
-    if max_tokens is None or len(side.ids) <= max_tokens:
-        return side
-    room = max(0, max_tokens - len(side.prompt_ids))
-    if not any(side.loss_mask[:room]):
-        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
-    return PairSide(side.prompt_ids, side.completion_ids[:room], side.loss_mask[:room])
+class _Reader:
+    """Reads rows, and tokenises each once."""
 
+    def __init__(self, job: Job, renderer: ChatRenderer, context: int, folder: Path | None) -> None:
+        self._job, self._renderer, self._context = job, renderer, context
+        self._cache = TokenCache(folder)
 
-def _turns(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of messages after a prompt, from one of the assistant to one of the assistant."""
-    ids: list[int] = []
-    mask: list[bool] = []
-    waiting: list[Message] = []
-    for message in messages:
-        if message["role"] != "assistant":
-            waiting.append(message)
-            continue
-        before = renderer.observation_ids(waiting) if waiting else []
-        action = renderer.action_ids(renderer.assistant_text(message))
-        ids += [*before, *action]
-        mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
-        waiting = []
-    return ids, mask
+    def __call__(self, source: RowSource) -> tuple[Records, TokenRows]:
+        found: list[Tokens] = []
+
+        def check(rows: Sequence[Row]) -> list[str]:
+            found.append(
+                self._cache.tokens(rows_digest(rows), lambda: rows, self._renderer, self._job, text_size(rows))
+            )
+            return found[0].reasons(len(rows), self._context, f"the context holds {self._context}")
+
+        read = read_demonstrations if self._job.kind == "demonstrations" else read_preferences
+        return read(source, check_rows=check), found[0].rows
 
 
 def _split(
     data: RowSource,
     heldout: RowSource | float,
-    read: Callable[[RowSource], Records],
+    read: _Reader,
     prompt_of: Callable[[Row], str],
     seed: int,
     otherwise: Callable[[Row], str] | None = None,
-) -> Split[dict[str, Any]]:
+) -> _Parts:
     """Rows read, and split by prompt where `heldout` is a share; 0 = nothing is held out.
 
     `otherwise`: the key of rows that all have the same prompt.
     """
-    records = read(data)
+    records, sequences = read(data)
+    rows = records.rows
     if isinstance(heldout, bool) or not isinstance(heldout, int | float):
-        rest = read(heldout)
-        overlap = overlap_report(records.rows, rest.rows, prompt_of)
+        rest, others = read(heldout)
+        overlap = overlap_report(rows, rest.rows, prompt_of)
         if overlap["num_overlap_rows"]:
             logger.warning(
                 "heldout: %d of %d rows have a prompt of the training rows, so they are not held out",
                 overlap["num_overlap_rows"], overlap["num_heldout_rows"],
             )  # fmt: skip
-        return Split(records.rows, rest.rows, records.digest + rest.digest)
+        return _Parts(_Part(rows, sequences), _Part(rest.rows, others), records.digest + rest.digest)
     if heldout == 0:
-        return Split(records.rows, [], records.digest)
+        return _Parts(_Part(rows, sequences), _Part([], sequences.of_rows([])), records.digest)
     if not 0 < heldout < 1:
         raise SettingsError(f"heldout: {heldout} has to be a share from 0 to below 1, a file, or a list of rows")
-    if otherwise is not None and len({prompt_key(prompt_of(row)) for row in records.rows}) == 1:
+    if otherwise is not None and len({prompt_key(prompt_of(row)) for row in rows}) == 1:
         prompt_of = otherwise
-    train, rows, _ = split_by_prompt(records.rows, prompt_of, heldout, seed)
-    return Split(train, rows, f"{records.digest} {heldout}")
+    train, rest_places, _ = split_places(rows, prompt_of, heldout, seed)
+    parts = [_Part([rows[place] for place in some], sequences.of_rows(some)) for some in (train, rest_places)]
+    return _Parts(parts[0], parts[1], f"{records.digest} {heldout}")

@@ -58,7 +58,7 @@ def sft(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on, _tokens_folder(output))
     recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
     return _training(
         "sft", recipe, settings, policy.model, policy, run=(model, rows.digest, seed),
@@ -94,7 +94,9 @@ def dpo(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, settings.loss, _tokens_folder(output)
+    )
     recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
     return _training(
         "dpo", recipe, settings, policy.model, policy, run=(model, pairs.digest, seed),
@@ -125,7 +127,9 @@ def reward_model(
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, "reward_model", _tokens_folder(output)
+    )
     recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     return _training(
         "reward_model", recipe, settings, classifier, policy, run=(model, pairs.digest, seed),
@@ -163,6 +167,11 @@ def _check_heldout(
         raise SettingsError(
             "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
         )
+
+
+def _tokens_folder(output: str | Path | None) -> Path | None:
+    folder = folder_of(output)
+    return None if folder is None else folder / "tokens"
 
 
 def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:

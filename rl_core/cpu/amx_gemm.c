@@ -213,6 +213,15 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
     }
 }
 
+/* As `vector_products`. */
+void products(const Product *all, int64_t count, packed_t *room, int threads) {
+    for (int64_t i = 0; i < count; i++) {
+        const Product *one = all + i;
+        product(one->left, one->left_stride, (int)one->left_across, one->parts, one->n_parts, (int)one->across, one->c,
+                one->c_stride, one->rows, one->depth, (int)one->add, room, threads);
+    }
+}
+
 #else
 
 int tiles_ready(void) { return 0; }

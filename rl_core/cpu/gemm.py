@@ -9,17 +9,64 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["Gemm", "load", "load_tiles", "load_vectors"]
+__all__ = ["Gemm", "Operand", "Product", "load", "load_tiles", "load_vectors"]
 
 
 class _Part(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("left", ctypes.c_void_p), ("left_stride", ctypes.c_int64), ("left_across", ctypes.c_int64),
+        ("parts", ctypes.c_void_p), ("count", ctypes.c_int64), ("across", ctypes.c_int64),
+        ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("rows", ctypes.c_int64),
+        ("depth", ctypes.c_int64), ("add", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix within a float32 tensor: from a row and column on."""
+
+    whole: torch.Tensor
+    row: int = 0
+    column: int = 0
+    width: int | None = None  # columns; None = to the end
+    across: bool = False  # True = its rows are what is summed over
+    height: int = 0  # rows, of a left operand that lies across
+
+    @property
+    def place(self) -> int:
+        """Address of its first number."""
+        return self.whole.data_ptr() + 4 * (self.row * self.whole.stride(0) + self.column)
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row."""
+        return self.whole.shape[1] - self.column if self.width is None else self.width
+
+    def turned(self, height: int) -> Operand:
+        """The same as a left operand whose `height` rows are summed over."""
+        return replace(self, across=True, height=height)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """out (+)= left right, one of several that are computed in one call."""
+
+    left: Operand
+    right: Sequence[Operand]  # side by side
+    out: Operand
+    rows: int
+    add: bool = False
 
 
 class Gemm:
@@ -37,6 +84,8 @@ class Gemm:
             place, count, number, place, count, number, place, count, count, count, number, place, number,
         )  # fmt: skip
         self._room.argtypes, self._room.restype = (count,), count
+        self._products = getattr(code, f"{product}s")
+        self._products.argtypes, self._products.restype = (place, count, place, number), None
         self._scratch = Scratch()
 
     def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,6 +109,29 @@ class Gemm:
     def add_weight_grad(self, sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Add the gradient of the weights to `sum_OI`."""
         self._multiply(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
+
+    def products(self, products: Sequence[Product]) -> None:
+        """Several products, one after the other, each as it would be alone; no result is another's operand."""
+        parts = [
+            _Part(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
+            for product in products
+            for part in product.right
+        ]
+        table, size, taken = (_Part * len(parts))(*parts), ctypes.sizeof(_Part), 0
+        described = []
+        for one in products:
+            left, out = one.left, one.out
+            described.append(
+                _Product(
+                    left.place, left.whole.stride(0), left.across, ctypes.addressof(table) + taken * size,
+                    len(one.right), one.right[0].across, out.place, out.whole.stride(0), one.rows,
+                    left.height if left.across else left.columns, one.add,
+                )
+            )  # fmt: skip
+            taken += len(one.right)
+        threads = torch.get_num_threads()
+        every = (_Product * len(described))(*described)
+        self._products(ctypes.addressof(every), len(described), self._scratch.place(self._room(threads)), threads)
 
     def _multiply(
         self,

@@ -7,3 +7,13 @@ typedef struct {
     const float *x;
     int64_t stride, lines;
 } Part;
+
+/* The arguments of one product, for several in one call. */
+typedef struct {
+    const float *left;
+    int64_t left_stride, left_across;
+    const Part *parts;
+    int64_t n_parts, across;
+    float *c;
+    int64_t c_stride, rows, depth, add;
+} Product;

@@ -169,6 +169,15 @@ void vector_product(const float *left, int64_t left_stride, int left_across, con
     }
 }
 
+/* Products one after the other; each is the call that it would be alone. */
+void vector_products(const Product *all, int64_t count, float *room, int threads) {
+    for (int64_t i = 0; i < count; i++) {
+        const Product *one = all + i;
+        vector_product(one->left, one->left_stride, (int)one->left_across, one->parts, one->n_parts, (int)one->across,
+                       one->c, one->c_stride, one->rows, one->depth, (int)one->add, room, threads);
+    }
+}
+
 /* -- few rows with packed weights -- */
 
 /* Bytes of packed weights. */

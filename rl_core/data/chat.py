@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.data.assistant_message import assistant_text, in_history
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from rl_core.data.encoder import TextEncoder
 from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
 from rl_core.errors import DataError
@@ -53,6 +54,7 @@ class ChatRenderer:
         tokenizer: PreTrainedTokenizerBase,
         settings: ModelSettings | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        encoder: TextEncoder | None = None,
     ) -> None:
         """`settings`: of the chat template. `tools`: JSON schemas for it, as `Toolset.schema()` gives them."""
         self.tokenizer = tokenizer
@@ -67,6 +69,7 @@ class ChatRenderer:
                 f"the tokenizer's chat template takes longer than {EXAMINE_S:g} s for a few short messages; give "
                 "another one with model.chat_template"
             ) from error
+        self.encoder = encoder or TextEncoder(tokenizer)
         self._control = control_pattern(self.facts.control)
         self._markers = control_pattern(self.facts.markers)
         special = set(tokenizer.all_special_tokens)
@@ -109,7 +112,7 @@ class ChatRenderer:
             return self
         key = json.dumps(list(tools), sort_keys=True)
         if key not in self._with_tools:
-            self._with_tools[key] = ChatRenderer(self.tokenizer, self.settings, tools)
+            self._with_tools[key] = ChatRenderer(self.tokenizer, self.settings, tools, self.encoder)
         return self._with_tools[key]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -117,11 +120,11 @@ class ChatRenderer:
 
         Raises: DataError if the template refuses the messages.
         """
-        return list(self._prompt(_key(messages)))
+        return list((self._render_prompt if self.encoder.is_batching else self._prompt)(_key(messages)))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids to append after the policy's EOS: the messages and the header of the next action."""
-        return list(self._observation(_key(messages)))
+        return list((self._render_observation if self.encoder.is_batching else self._observation)(_key(messages)))
 
     def rewrites(self, messages: Sequence[Message]) -> bool:
         """True = `history_thoughts: template`, and after these messages the template writes earlier turns anew."""
@@ -169,6 +172,10 @@ class ChatRenderer:
         """
         if not messages or messages[-1]["role"] != "assistant":
             raise DataError("a training conversation must end with an assistant message")
+        return self.turns(messages)
+
+    def turns(self, messages: Sequence[Message], *, after_prompt: bool = False) -> tuple[list[int], list[bool]]:
+        """As `conversation`; with `after_prompt` the messages stand after `prompt_ids`, which are not repeated."""
         ids: list[int] = []
         mask: list[bool] = []
         waiting: list[Message] = []
@@ -176,7 +183,8 @@ class ChatRenderer:
             if message["role"] != "assistant":
                 waiting.append(message)
                 continue
-            before = self.observation_ids(waiting) if ids else self.prompt_ids(waiting)
+            first = [] if after_prompt or ids else self.prompt_ids(waiting)
+            before = self.observation_ids(waiting) if ids else first
             action = self.action_ids(self.assistant_text(message))
             ids += before + action
             mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
@@ -189,7 +197,7 @@ class ChatRenderer:
         Raises: DataError if fewer than two tokens are left.
         """
         eos = str(self.tokenizer.eos_token)
-        ids = cast(list[int], self.tokenizer(text if text.endswith(eos) else text + eos)["input_ids"])
+        ids = self.encoder.ids(text if text.endswith(eos) else text + eos, special=True)
         if len(ids) < 2:
             raise DataError("text: has no token to predict")
         return ids, [False] + [True] * (len(ids) - 1)
@@ -197,12 +205,12 @@ class ChatRenderer:
     # -- chat template -------------------------------------------------------------------------------------------------
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
-        return (*self._bos_ids, *self._encode(self.template.text(self._fit(key))))
+        return (*self._bos_ids, *self._encode(self.encoder.once(lambda: self.template.text(self._fit(key)))))
 
     def _render_observation(self, key: _Key) -> tuple[int, ...]:
         """Text after a placeholder assistant message and its end-of-turn token."""
         opening: _Key = (("user", "U", ""), ("assistant", MARK, ""))
-        after = self.template.text(self._fit(opening + key)).partition(MARK)[2]
+        after = self.encoder.once(lambda: self.template.text(self._fit(opening + key))).partition(MARK)[2]
         bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
         end = self.facts.end_of_turn
         return tuple(self._encode(bare.removeprefix(end) if bare.startswith(end) else after))
@@ -228,14 +236,13 @@ class ChatRenderer:
         return text if thought is None else rest
 
     def _encode(self, text: str) -> list[int]:
-        return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.encoder.ids(text)
 
     def _spelled(self, text: str) -> list[int]:
         """Token ids of text in which control tokens are plain characters."""
         cuts = [0, *(match.start() + 1 for match in self._unmarked.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
-        encoded = [self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True) for piece in pieces]
-        return [token for piece in encoded for token in cast(list[int], piece["input_ids"])]
+        return [token for piece in pieces for token in self.encoder.ids(piece, spelled=True)]
 
     def _id_of(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)

@@ -9,7 +9,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.errors import DataError
 from rl_core.types import Message
 
-__all__ = ["TrainingSequence", "training_sequences"]
+__all__ = ["TrainingSequence", "cut_sequences", "training_sequences"]
 
 TrainingSequence = tuple[list[int], list[bool]]  # token ids and loss mask; True = carries loss
 
@@ -34,8 +34,14 @@ def training_sequences(
     Raises: DataError where no turn carries loss, none of it is left, or the template refuses the messages;
         SettingsError for tools that it does not take.
     """
-    renderer = renderer.with_tools(tools)
-    found = _whole_sequences(renderer, messages, loss_on)
+    return cut_sequences(_whole_sequences(renderer.with_tools(tools), messages, loss_on), max_tokens)
+
+
+def cut_sequences(found: list[TrainingSequence], max_tokens: int | None) -> list[TrainingSequence]:
+    """The first tokens of each sequence, without those that have no loss left; None = all.
+
+    Raises: DataError if none is left.
+    """
     if max_tokens is None:
         return found
     cut = [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in found]

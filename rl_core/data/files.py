@@ -15,8 +15,8 @@ from typing import Any
 from rl_core.errors import DataError
 
 __all__ = [
-    "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json", "read_rows",
-    "read_text", "refuse_unstorable", "unchanged",
+    "CSV_SUFFIXES", "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json",
+    "read_rows", "read_text", "refuse_unstorable", "unchanged",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -129,12 +129,15 @@ def _changed(path: Path) -> DataError:
     return DataError(f"{path}: was changed while it was read; start again when nothing writes to it")
 
 
-def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def read_rows(
+    path: Path, columns: Collection[str] | None, *, plain_cells: bool = False
+) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """Rows of a file with their line number (JSON Lines) or row number (Parquet), from 1.
 
     Lines are split at line feeds only; blank lines are skipped.
     Args:
         columns: the columns to read; a Parquet file may hold others of any type. None = all.
+        plain_cells: of CSV, every cell is text, empty ones too; else those of our columns are read as values and lists.
     Raises: DataError, before the first row, if the file as a whole is invalid.
     """
     head = _inspect(path)
@@ -143,7 +146,7 @@ def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int
             raise DataError(f"{path}: is not Parquet despite its name (it does not start with PAR1)")
         return _parquet_rows(path, columns)
     if path.suffix.lower() in CSV_SUFFIXES:
-        return _csv_rows(path)
+        return _csv_rows(path, plain_cells)
     _inspect_json(path, head)
     return _json_rows(path)
 
@@ -218,8 +221,8 @@ _VALUES = ("label", "margin", "seed")  # numbers and truth values, which a CSV f
 _LONGEST_CELL = 2**27  # characters
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Rows of a CSV file with a header, numbered by the line on which each begins; empty cells are left out."""
+def _csv_rows(path: Path, plain: bool) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Rows of a CSV file with a header, numbered by the line on which each begins."""
     line, before = 1, csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -229,8 +232,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
                 raise DataError(f"{path}:1: the header needs a name for each column, each once; found {names}")
             line = reader.line_num + 1
             for cells in reader:
-                if cells:
-                    yield line, _csv_row(names, cells)
+                if cells and len(cells) != len(names):
+                    problem = f"has {len(cells)} cells, the header {len(names)} columns; quote texts that hold commas"
+                    yield line, BadRow("", problem)
+                elif cells:
+                    row = dict(zip(names, cells, strict=True))
+                    yield line, dict(row) if plain else _with_values(row)
                 line = reader.line_num + 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
@@ -240,11 +247,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         csv.field_size_limit(before)
 
 
-def _csv_row(names: list[str], cells: list[str]) -> dict[str, Any] | BadRow:
-    if len(cells) != len(names):
-        return BadRow("", f"has {len(cells)} cells, the header {len(names)} columns; quote texts that hold commas")
+def _with_values(cells: Mapping[str, str]) -> dict[str, Any] | BadRow:
+    """Cells of our columns as what they stand for; empty ones are left out."""
     row: dict[str, Any] = {}
-    for name, cell in zip(names, cells, strict=True):
+    for name, cell in cells.items():
         if not cell:
             continue
         row[name] = cell
@@ -297,11 +303,13 @@ def refuse_unstorable(value: object, place: str, depth: int = MAX_DEPTH, surroga
 
     NaN and Infinity (and 1e999); halves of surrogate pairs, unless the caller knows that there are none.
     """
+    if isinstance(value, str):
+        if surrogates:
+            _refuse_surrogate(value, place)
+        return
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(place, f"{value} is not a valid JSON number")
-    if isinstance(value, str) and surrogates:
-        _refuse_surrogate(value, place)
-    if not isinstance(value, Mapping | list):
+    if not isinstance(value, (dict, list, Mapping)):
         return
     if depth == 0:
         raise BadRow(place[:_SHOWN], f"is nested too deeply, more than {MAX_DEPTH} levels")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import lru_cache
 
 from rl_core.errors import SettingsError
 
@@ -15,6 +16,7 @@ __all__ = ["is_available", "jaccard", "near_pairs", "shingles"]
 
 _WORDS = 5  # of one shingle
 _PERMUTATIONS = 64
+_KEPT = 4096  # sets of shingles
 
 
 def is_available() -> bool:
@@ -48,28 +50,25 @@ def near_pairs(texts: Sequence[str], others: Sequence[str] | None, similarity: f
     from datasketch import MinHash, MinHashLSH
 
     index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
-    known: list[set[str]] = []
+    pool = texts if others is None else others
+    # Most texts are never looked at again: shingles take ten times the text, and are made anew where needed.
+    parts_of = lru_cache(maxsize=_KEPT)(lambda place: shingles(pool[place]))
     found = []
 
     def sketch(parts: set[str]) -> MinHash:
         made = MinHash(num_perm=_PERMUTATIONS, seed=1)
-        made.update_batch([part.encode() for part in sorted(parts)])
+        made.update_batch([part.encode() for part in parts])
         return made
 
     for place, text in enumerate(others or ()):
-        known.append(shingles(text))
-        index.insert(str(place), sketch(known[-1]))
-    pool = texts if others is None else others
+        index.insert(place, sketch(shingles(text)))
     for place, text in enumerate(texts):
         parts = shingles(text)
         made = sketch(parts)
-        best = max(
-            ((jaccard(parts, known[int(key)]), -int(key)) for key in index.query(made) if pool[int(key)] != text),
-            default=(0.0, 0),
-        )
+        near = (int(key) for key in index.query(made))
+        best = max(((jaccard(parts, parts_of(key)), -key) for key in near if pool[key] != text), default=(0.0, 0))
         if best[0] >= similarity:
             found.append((place, -best[1], best[0]))
         if others is None:
-            known.append(parts)
-            index.insert(str(place), made)
+            index.insert(place, made)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.errors import DataError
 from rl_core.types import Rollout, RolloutGroup
 
-__all__ = ["Pair", "PairSide", "labelled_sides", "mismatched_pairs", "pairs_from_groups"]
+__all__ = ["Pair", "PairSide", "labelled_sides", "mismatched_pairs", "mismatched_partners", "pairs_from_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +100,33 @@ def mismatched_pairs(
         others: partners where all `rows` have the same prompt.
     Raises: DataError if there is no other prompt.
     """
-    pool = rows if len({tuple(side.prompt_ids) for side, _ in rows}) > 1 else [*rows, *others]
-    order = np.random.default_rng(seed).permutation(len(pool))
-    place_of = np.argsort(order)
+    pool = [*rows, *others]
+    prompts = [tuple(side.prompt_ids) for side, _ in pool]
+    partners = mismatched_partners(prompts[: len(rows)], seed, prompts[len(rows) :])
     pairs = []
-    for index, (side, label) in enumerate(rows):
-        following = (pool[order[(place_of[index] + step) % len(pool)]][0] for step in range(1, len(pool)))
-        partner = next((other for other in following if other.prompt_ids != side.prompt_ids), None)
-        if partner is None:
-            raise DataError("kto: all rows have the same prompt, so its reference point cannot be estimated")
+    for (side, label), place in zip(rows, partners, strict=True):
+        partner = pool[place][0]
         mismatched = PairSide(side.prompt_ids, partner.completion_ids, partner.loss_mask)
         pairs.append(Pair(side, mismatched, desirable=label))
     return pairs
+
+
+def mismatched_partners(prompts: Sequence[Hashable], seed: int, others: Sequence[Hashable] = ()) -> list[int]:
+    """Place, in `prompts` and then `others`, of the completion that stands after each prompt. See `mismatched_pairs`.
+
+    Raises: DataError if there is no other prompt.
+    """
+    pool = prompts if len(set(prompts)) > 1 else [*prompts, *others]
+    order = np.random.default_rng(seed).permutation(len(pool))
+    place_of = np.argsort(order)
+    partners = []
+    for index, prompt in enumerate(prompts):
+        following = (int(order[(place_of[index] + step) % len(pool)]) for step in range(1, len(pool)))
+        partner = next((other for other in following if pool[other] != prompt), None)
+        if partner is None:
+            raise DataError("kto: all rows have the same prompt, so its reference point cannot be estimated")
+        partners.append(partner)
+    return partners
 
 
 def _side(rollout: Rollout) -> PairSide:

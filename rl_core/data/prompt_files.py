@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_core.data.files import DATA_SUFFIXES, BadRow, data_files, file_digest, read_rows
+from rl_core.data.files import CSV_SUFFIXES, DATA_SUFFIXES, BadRow, data_files, file_digest, read_rows
 from rl_core.data.records import Row, read_prompts
 from rl_core.errors import DataError, SettingsError, nearest
 
 __all__ = ["TABLE_SUFFIXES", "PromptRows", "read_prompt_rows", "table_files"]
 
-TABLE_SUFFIXES = (*DATA_SUFFIXES, ".json", ".csv")
+TABLE_SUFFIXES = (*DATA_SUFFIXES, ".json")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_CELL = 2**24  # characters of a CSV cell
 
 
 @dataclass
@@ -104,14 +102,14 @@ def _kind(name: Path) -> str:
 
 def _with_prompt(file: Path, prompt: str) -> Path | list[Row]:
     """The file, or its rows where they have to be changed before they are checked."""
-    if file.suffix in (".csv", ".json"):
-        rows = list(_csv_rows(file) if file.suffix == ".csv" else _array_rows(file))
-    elif prompt == "prompt":
+    if file.suffix == ".json":
+        rows = list(_array_rows(file))
+    elif prompt == "prompt" and file.suffix.lower() not in CSV_SUFFIXES:
         _check_column(file, _first_row(file), prompt)
         return file
     else:
         rows = []
-        for line, row in read_rows(file, None):
+        for line, row in read_rows(file, None, plain_cells=True):
             if isinstance(row, BadRow):
                 raise DataError(f"{file}:{line}: {row}")
             rows.append(row)
@@ -133,34 +131,6 @@ def _check_column(file: Path, row: Row | None, prompt: str) -> None:
     raise SettingsError(
         f"options.prompt: {file} has no column '{prompt}'; its first row has {', '.join(columns) or 'none'}; {hint}"
     )
-
-
-def _csv_rows(file: Path) -> Iterator[Row]:
-    """Rows of a CSV file with a header; every value is text. Raises: DataError."""
-    before = csv.field_size_limit(_CELL)
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, strict=True)
-            header = next(reader, None)
-            if not header:
-                raise DataError(f"{file}: is empty; its first line must name the columns")
-            if len(set(header)) < len(header) or "" in header:
-                raise DataError(f"{file}:1: the columns {', '.join(header)} must have different names")
-            for cells in reader:
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    raise DataError(
-                        f"{file}:{reader.line_num}: has {len(cells)} values for {len(header)} columns; texts with a "
-                        "comma or a line break stand in double quotes"
-                    )
-                yield dict(zip(header, cells, strict=True))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except (csv.Error, OSError) as error:
-        raise DataError(f"{file}: cannot be read as CSV: {error}") from error
-    finally:
-        csv.field_size_limit(before)
 
 
 def _array_rows(file: Path) -> Sequence[Row]:

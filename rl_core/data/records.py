@@ -7,7 +7,9 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ __all__ = [
 
 Row = dict[str, Any]
 RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
+CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
 _OPTIONAL = ("level", "kind", "seed")
 _DEMONSTRATION_COLUMNS = columns_to_read("demonstrations")
@@ -68,6 +71,8 @@ class Records:
     problems: list[RowProblem]
     digest: str  # SHA-256 of the whole file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
+    formats: Counter[str] = field(default_factory=Counter)  # rows by format; "" = not recognised
+    unread: set[str] = field(default_factory=set)  # columns that the formats do not use
     # Usable rows that copy or contradict an earlier one; of demonstrations and preferences only
     repeats: Repeats = field(default_factory=Repeats)
 
@@ -77,8 +82,7 @@ def read_demonstrations(
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
-    token_length: Callable[[Row], int] | None = None,
-    context: int | None = None,
+    check_rows: CheckRows | None = None,
 ) -> Records:
     """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
@@ -88,10 +92,10 @@ def read_demonstrations(
     Args:
         on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
         max_rows: rows read at most.
-        token_length, context: a row with more than `context` tokens by `token_length` is a bad row.
+        check_rows: called with all usable rows; gives why each is a bad row all the same, "" where it is none.
     Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
-    return _read(path, _DEMONSTRATION_COLUMNS, _demonstration, on_bad_row, max_rows, token_length, context)
+    return _read(path, _DEMONSTRATION_COLUMNS, _demonstration, on_bad_row, max_rows, check_rows)
 
 
 def read_preferences(
@@ -99,8 +103,7 @@ def read_preferences(
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
-    token_length: Callable[[Row], int] | None = None,
-    context: int | None = None,
+    check_rows: CheckRows | None = None,
 ) -> Records:
     """Rows {"prompt", "chosen", "rejected"}, text or messages; chosen and rejected differ. Or labelled completions.
 
@@ -109,7 +112,7 @@ def read_preferences(
     completion is {"prompt", "completion", "label"}, true = desirable (the loss `kto`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
-    return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, token_length, context)
+    return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, check_rows)
 
 
 def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None) -> Records:
@@ -117,7 +120,7 @@ def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | N
 
     Arguments and errors are those of `read_demonstrations`.
     """
-    return _read(path, None, _prompt, on_bad_row, max_rows, None, None)
+    return _read(path, None, _prompt, on_bad_row, max_rows, None)
 
 
 def read_questions(
@@ -125,8 +128,6 @@ def read_questions(
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
-    token_length: Callable[[Row], int] | None = None,
-    context: int | None = None,
     check: Callable[[Row], Row] | None = None,
 ) -> Records:
     """Rows {"question", "answer", "final"}, all text.
@@ -143,7 +144,7 @@ def read_questions(
         return kept if check is None else check(kept)
 
     columns = ("question", "answer", "final", *_OPTIONAL)
-    return _read(path, columns, question, on_bad_row, max_rows, token_length, context)
+    return _read(path, columns, question, on_bad_row, max_rows, None)
 
 
 def check_first_rows(
@@ -182,11 +183,10 @@ def _read(
     schema: Callable[[Row], Row],
     on_bad_row: str,
     max_rows: int | None,
-    token_length: Callable[[Row], int] | None,
-    context: int | None,
+    check_rows: CheckRows | None,
 ) -> Records:
     with unchanged(Path(source)) if isinstance(source, str | Path) else contextlib.nullcontext():
-        records = _checked(source, columns, schema, on_bad_row, max_rows, token_length, context)
+        records = _checked(source, columns, schema, on_bad_row, max_rows, check_rows)
         fault("data.read")
         records.digest = _digest(source, records.rows)
     if schema in (_demonstration, _preference):
@@ -202,40 +202,49 @@ def _checked(
     schema: Callable[[Row], Row],
     on_bad_row: str,
     max_rows: int | None,
-    token_length: Callable[[Row], int] | None = None,
-    context: int | None = None,
+    check_rows: CheckRows | None = None,
 ) -> Records:
     """Rows and problems, reported; without the digest."""
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
     records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
+    found: list[tuple[int, RowProblem]] = []  # with the number of the row
+    numbers, in_memory = array("q"), not isinstance(source, str | Path)
     kind = _KINDS.get(schema)
-    unread: set[str] = set()
     for file, line, raw in _raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
             break
         records.num_rows += 1
+        if kind is not None:
+            _note_format(records, raw, kind)
         try:
             if isinstance(raw, BadRow):
                 raise raw
             row = schema(raw)
-            if kind is not None and (form := format_of(raw, kind)) is not None:
-                unread |= unknown_columns(raw, form, kind)
-            if token_length is not None and context is not None:
-                _check_length(row, token_length, context)
         except BadRow as bad:
-            records.problems.append(RowProblem(file, line, bad.field, bad.reason))
+            found.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))
             continue
+        numbers.append(records.num_rows)
         records.rows.append(row)
         records.lines.append(line)
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
-    if unread:
-        _logger.warning("%s: columns that are not read: %s", name, ", ".join(sorted(unread)))
+    if records.unread:
+        _logger.warning("%s: columns that are not read: %s", name, ", ".join(sorted(records.unread)))
+    if check_rows is not None and records.rows:
+        found += _refused(records, list(check_rows(records.rows)), numbers, "" if in_memory else name)
+    records.problems = [problem for _, problem in sorted(found, key=lambda each: each[0])]
     records.num_skipped = len(records.problems)
     report(name, records.problems, records.num_rows, on_bad_row)
     return records
+
+
+def _note_format(records: Records, raw: Row | BadRow, kind: Kind) -> None:
+    form = format_of(raw, kind) if not isinstance(raw, BadRow) else None
+    records.formats[form.name if form else ""] += 1
+    if form and not isinstance(raw, BadRow):
+        records.unread |= unknown_columns(raw, form, kind)
 
 
 def _raw_rows(source: RowSource, columns: tuple[str, ...] | None) -> Iterator[tuple[str, int, Row | BadRow]]:
@@ -278,13 +287,18 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
     _logger.warning("%s and are skipped:%s", count, listed)
 
 
-def _check_length(row: Row, token_length: Callable[[Row], int], context: int) -> None:
-    try:
-        length = token_length(row)
-    except DataError as error:  # refused by the chat template
-        raise BadRow("", str(error)) from error
-    if length > context:
-        raise BadRow("", f"is {length} tokens long, the context holds {context}")
+def _refused(
+    records: Records, reasons: Sequence[str], numbers: Sequence[int], file: str
+) -> Iterator[tuple[int, RowProblem]]:
+    """Leave out the rows that have a reason; gives the number and problem of each. `file`: "" = rows in memory."""
+    for number, line, reason in zip(numbers, records.lines, reasons, strict=True):
+        if reason:
+            yield number, RowProblem(file or f"data[{number - 1}]", line, "", reason)
+    if not any(reasons):
+        return
+    kept = [place for place, reason in enumerate(reasons) if not reason]
+    records.rows = [records.rows[place] for place in kept]
+    records.lines = [records.lines[place] for place in kept]
 
 
 def _optional(row: Row) -> Row:

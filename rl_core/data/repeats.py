@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Repeats", "find_repeats"]
+__all__ = ["Repeats", "digest_of", "find_repeats"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def find_repeats(rows: Sequence[Mapping[str, Any]]) -> Repeats:
     whole: dict[bytes, int] = {}
     judged: dict[bytes, int] = {}
     for index, row in enumerate(rows):
-        first = whole.setdefault(_digest(row), index)
+        first = whole.setdefault(digest_of(row), index)
         if first != index:
             found.copies.append((index, first))
         if "chosen" in row:
@@ -59,13 +59,13 @@ def find_repeats(rows: Sequence[Mapping[str, Any]]) -> Repeats:
         else:
             continue
         prompt = str(row["prompt"])
-        judged.setdefault(_digest((prompt, own)), index)
-        if (against := judged.get(_digest((prompt, other)))) is not None:
+        judged.setdefault(digest_of((prompt, own)), index)
+        if (against := judged.get(digest_of((prompt, other)))) is not None:
             found.contradictions.append((index, against))
     return found
 
 
-def _digest(value: object) -> bytes:
+def digest_of(value: object) -> bytes:
     """16 bytes that stand for a value: the texts of a million rows are not held twice."""
     return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

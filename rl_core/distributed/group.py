@@ -108,16 +108,16 @@ class ProcessGroup:
         return sorted(mine)
 
     def batches(
-        self, rows: Sequence[Row], lengths: Sequence[int], build: Callable[[list[Row]], list[Batch]]
-    ) -> list[Batch | DummyBatch[Batch]]:
+        self, rows: Sequence[Row], lengths: Sequence[int], build: Callable[[Sequence[Row]], Sequence[Batch]]
+    ) -> Sequence[Batch | DummyBatch[Batch]]:
         """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `DummyBatch`.
 
         Args:
             lengths: tokens of each row.
-            build: makes micro-batches of some rows; in one process it gets all of them.
+            build: makes micro-batches of some rows; in one process it gets all of them, and what it gives is returned.
         """
         if self.size == 1:
-            return [*build(list(rows))]
+            return build(rows)
         mine = self.share(lengths)
         own: list[Batch | DummyBatch[Batch]] = [*build([rows[index] for index in mine])] if mine else []
         missing = self.all_reduce_max(len(own)) - len(own)

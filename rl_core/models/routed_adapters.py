@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from rl_core.cpu.kernels import input_grad, linear, linears, weight_grad
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 from rl_core.cpu.shared_prefixes import RowGroups
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class AdapterRouter:
                 parent._modules[attribute] = layer
             self.groups, self._adapters = RowGroups([]), []
 
-    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[_Span]:
+    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[AdapterSpan]:
         """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
         ends = list(itertools.accumulate(widths))
         spans, start = [], 0
@@ -87,7 +88,7 @@ class AdapterRouter:
             if found and tokens:
                 updates = [update for *_, update in found]
                 spans.append(
-                    _Span(
+                    AdapterSpan(
                         start, start + tokens, [(begin, end) for begin, end, _ in found], updates[0].scale,
                         [update.down_RI for update in updates], [update.up_OR for update in updates],
                     )
@@ -132,65 +133,30 @@ class _RoutedLinear(nn.Module):
         return updated
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Tokens of one adapter, and its updates of some layers side by side."""
-
-    start: int
-    stop: int
-    columns: list[tuple[int, int]]  # of each updated layer among the outputs
-    scale: float
-    downs: list[torch.Tensor]
-    ups: list[torch.Tensor]
-
-
 class _AddLowRank(torch.autograd.Function):
     """out + scale x A^T B^T over the tokens of each span, each in products of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[_Span], *factors: torch.Tensor
+        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[AdapterSpan], *factors: torch.Tensor
     ) -> torch.Tensor:
         ctx.mark_dirty(out_NO)
-        lows = []
-        for span in spans:
-            x_nI, out_nO = x_NI[span.start : span.stop], out_NO[span.start : span.stop]
-            low_nR = linear(x_nI.to(span.downs[0].dtype), span.downs).mul_(span.scale)
-            for (begin, end), part_nR, up_OR in zip(span.columns, _parts(low_nR, span), span.ups, strict=True):
-                out_nO[:, begin:end] += linear(part_nR, [up_OR]).to(out_NO.dtype)
-            lows.append(low_nR)
+        lows = add_low_rank(out_NO, x_NI, spans)
         ctx.save_for_backward(x_NI, *lows, *factors)
-        ctx.spans = [(span.start, span.stop, span.columns, span.scale) for span in spans]
+        ctx.spans = [replace(span, downs=(), ups=()) for span in spans]
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
         x_NI, *saved = ctx.saved_tensors
-        lows, factors = saved[: len(ctx.spans)], saved[len(ctx.spans) :]
-        grad_x_NI = torch.zeros_like(x_NI) if ctx.needs_input_grad[1] else None
-        grads: list[torch.Tensor] = []
-        for low_nR, (start, stop, columns, scale) in zip(lows, ctx.spans, strict=True):
-            count = len(columns)
-            span = _Span(start, stop, columns, scale, factors[:count], factors[count : 2 * count])
+        lows, factors, spans = saved[: len(ctx.spans)], saved[len(ctx.spans) :], []
+        for span in ctx.spans:
+            count = len(span.columns)
+            spans.append(replace(span, downs=factors[:count], ups=factors[count : 2 * count]))
             factors = factors[2 * count :]
-            grad_nO, x_nI = grad_NO[start:stop].to(low_nR.dtype), x_NI[start:stop].to(low_nR.dtype)
-            grad_low_nR, grad_ups = torch.empty_like(low_nR), []
-            lines = zip(columns, _parts(low_nR, span), _parts(grad_low_nR, span), span.ups, strict=True)
-            for (begin, end), part_nR, grad_part_nR, up_OR in lines:
-                grad_part_nR.copy_(input_grad(grad_nO[:, begin:end], [up_OR]))
-                grad_ups.append(weight_grad(grad_nO[:, begin:end], part_nR))
-            grad_low_nR.mul_(scale)
-            grads += weight_grad(grad_low_nR, x_nI).split([len(down_RI) for down_RI in span.downs])
-            grads += grad_ups
-            if grad_x_NI is not None:
-                grad_x_NI[start:stop] = input_grad(grad_low_nR, span.downs)
+        grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, lows, spans, with_x=ctx.needs_input_grad[1])
         return grad_NO, grad_x_NI, None, *grads
-
-
-def _parts(values_nR: torch.Tensor, span: _Span) -> Sequence[torch.Tensor]:
-    """The columns of each update."""
-    return values_nR.split([up_OR.shape[1] for up_OR in span.ups], dim=1)
 
 
 def low_rank_input(x_NI: torch.Tensor, update: LowRank) -> torch.Tensor:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from rl_core.data.batches import attention_mask, micro_batches, pack, pad_rows
+from rl_core.data.lazy_rows import LazyRows
 from rl_core.errors import DataError
 from rl_core.types import Rollout, TrainBatch, context_positions
 
-__all__ = ["TrainRow", "make_batches", "train_row"]
+__all__ = ["TrainRow", "lazy_batches", "make_batches", "train_row"]
 
 
 @dataclass(slots=True)
@@ -67,14 +68,26 @@ def make_batches(
         negative temperature.
     """
     plain = [train_row(row) if isinstance(row, Rollout) else row for row in rows]
-    for index, row in enumerate(plain):
-        _check(row, plain[0], index)
-    lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in plain]
+    return list(lazy_batches(plain, max_tokens, pad_id, packing=packing))
+
+
+def lazy_batches(
+    rows: Sequence[TrainRow], max_tokens: int, pad_id: int, *, packing: bool = False
+) -> LazyRows[TrainBatch]:
+    """As `make_batches`; each is made where it is asked for, from rows that are asked for then."""
+    lengths, first = [], None
+    for index, row in enumerate(rows):
+        first = first or row
+        _check(row, first, index)
+        lengths.append(len(row.prompt_ids) + len(row.completion_ids))
     if not packing:
-        return [_batch([[plain[i]] for i in group], pad_id, group) for group in micro_batches(lengths, max_tokens)]
-    bins = [[plain[i] for i in indices] for indices in pack(lengths)]
-    filled = [sum(len(row.prompt_ids) + len(row.completion_ids) for row in parts) for parts in bins]
-    return [_batch([bins[i] for i in group], pad_id, None) for group in micro_batches(filled, max_tokens)]
+        groups = micro_batches(lengths, max_tokens)
+        return LazyRows(len(groups), lambda n: _batch([[rows[i]] for i in groups[n]], pad_id, groups[n]))
+    bins = pack(lengths)
+    filled = micro_batches([sum(lengths[i] for i in indices) for indices in bins], max_tokens)
+    return LazyRows(
+        len(filled), lambda n: _batch([[rows[i] for i in bins[place]] for place in filled[n]], pad_id, None)
+    )
 
 
 def _check(row: TrainRow, first: TrainRow, index: int) -> None:

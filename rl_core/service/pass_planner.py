@@ -23,13 +23,13 @@ from rl_core.service.requests import ForwardBackward
 from rl_core.service.training_run import KLGuard, TrainingRun
 from rl_core.settings import ServiceEngineSettings
 
-__all__ = ["Job", "run_jobs"]
+__all__ = ["PassJob", "run_jobs"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Job:
+class PassJob:
     """A checked request, its parts, and what was computed of it."""
 
     run: TrainingRun
@@ -70,7 +70,7 @@ class Job:
         return ForwardBackwardResult(outputs=tuple(map(_outputs, rows)), metrics=metrics)
 
 
-def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, most: int) -> Job:
+def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, most: int) -> PassJob:
     """A job whose parts have at most `most` tokens, in order; a longer datum (or pair) stands alone."""
     step = 2 if checked.loss.is_paired else 1
     ends, used = [0], 0
@@ -85,29 +85,29 @@ def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, mos
         PassPart(run, checked.loss, checked.options, checked.tokens[begin:end], checked.inputs[begin:end])
         for begin, end in pairwise(ends)
     ]
-    return Job(run, request, checked, parts)
+    return PassJob(run, request, checked, parts)
 
 
-def run_jobs(jobs: Sequence[Job], settings: ServiceEngineSettings) -> None:
+def run_jobs(jobs: Sequence[PassJob], settings: ServiceEngineSettings) -> None:
     """Compute all parts of all jobs; jobs of one run one after the other."""
     while waves := list(_passes(jobs, settings.pass_tokens)):
         for chosen in waves:
             _compute(chosen)
 
 
-def _passes(jobs: Sequence[Job], most: int) -> Iterator[list[Job]]:
+def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
     """Jobs whose next parts share a pass: the first unfinished one of each run, in groups of at most `most` tokens."""
-    first: dict[str, Job] = {}
+    first: dict[str, PassJob] = {}
     for job in jobs:
         if job.next_part is not None:
             first.setdefault(job.run.model_id, job)
-    groups: dict[tuple[object, ...], list[Job]] = {}
+    groups: dict[tuple[object, ...], list[PassJob]] = {}
     for job in first.values():
         alone = job.run.adapter is None or not job.run.base.batches_runs
         key = (job.run.base.name, job.request.forward_only, job.run.model_id if alone else "")
         groups.setdefault(key, []).append(job)
     for group in groups.values():
-        together: list[Job] = []
+        together: list[PassJob] = []
         for job in group:
             if together and sum(map(_next_tokens, together)) + _next_tokens(job) > most:
                 yield together
@@ -116,12 +116,12 @@ def _passes(jobs: Sequence[Job], most: int) -> Iterator[list[Job]]:
         yield together
 
 
-def _next_tokens(job: Job) -> int:
+def _next_tokens(job: PassJob) -> int:
     part = job.next_part
     return part.num_tokens if part is not None else 0
 
 
-def _compute(jobs: list[Job]) -> None:
+def _compute(jobs: list[PassJob]) -> None:
     """The next part of each of these jobs in one pass; where that fails, each alone, so one fault stays one job's."""
     parts = [part for job in jobs if (part := job.next_part) is not None]
     try:

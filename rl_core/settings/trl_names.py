@@ -128,7 +128,7 @@ TRL: tuple[tuple[str, str, str, str], ...] = (
     ("router_aux_loss_coef", "", "no load-balancing term in this stage", "DPO KTO"),
     ("disable_dropout", "STAGE.dropout", "the other way round: dropout: false is disable_dropout: true; off by default here but for sft", ""),
     # ------------------------------------------------------------------ data
-    ("dataset_name dataset_train_split dataset_config dataset_streaming datasets streaming", "stages.prepare_data.demonstrations, stages.prepare_data.preferences, environment", "a JSONL, CSV or Parquet file or a folder of them; prompts of policy optimisation come from an environment", ""),
+    ("dataset_name dataset_train_split dataset_config dataset_streaming datasets streaming", "stages.prepare_data.demonstrations, stages.prepare_data.preferences, environment", "a JSONL, CSV or Parquet file or a folder of them; prompts of policy optimisation by environment: {name: prompts, options: {path: FILE}}", ""),
     ("dataset_test_split test_split_size", "stages.prepare_data.heldout_fraction", "held out by prompt from the same file", ""),
     ("ignore_bias_buffers", "", "no DDP", ""),
     ("dataset_text_field", "", "columns are recognised by their names; plain text is the column text", ""),

@@ -103,7 +103,7 @@ VERL: tuple[tuple[str, str, str], ...] = (
     ("actor_rollout_ref.ref.model", "", "the reference is the stage's starting model"),
     ("*.override_config *.external_lib *.use_shm *.enable_activation_offload *.use_liger *.use_fused_loss *.return_last_hidden_state *.use_fused_kernels *.fused_kernel_options.* *.use_torch_compile *.entropy_from_logits_with_chunking *.entropy_checkpointing", "", "no such switch: what a model takes is decided by its architecture (posttrain doctor --model), logits are computed in chunks"),
     # ------------------------------------------------------------------- data
-    ("data.train_files", "environment", "prompts come from an environment; in Python prompts= takes a file"),
+    ("data.train_files", "environment", "environment: {name: prompts, options: {path: FILE}}, a JSONL, JSON, CSV or Parquet file or a folder; in Python prompts=FILE"),
     ("data.val_files", "stages.prepare_data.heldout_fraction", "held-out questions come from the same environment"),
     ("data.prompt_key data.reward_fn_key data.image_key data.video_key data.return_raw_input_ids data.return_raw_chat data.return_full_prompt data.return_multi_modal_inputs data.custom_cls.* data.sampler.* data.datagen.*", "environment", "the environment says what a row is"),
     ("data.tokenizer reward_model.model.input_tokenizer", "model.path", "the model's own tokenizer"),

@@ -79,6 +79,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
     "data, rollouts, rewards, evaluation": _group(
         ("data.read", "the rows of a file are read and checked"),
         ("data.tokenizer", "a preset's tokenizer is trained"),
+        ("data.tokenised", "the rows are tokenised and written, their folder has no manifest"),
         ("data.rows", "one part of the split rows is written"),
         ("model.saved", "a model and its tokenizer are written into the open folder"),
         ("pairs.made", "preference pairs are read or sampled"),

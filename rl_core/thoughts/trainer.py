@@ -300,7 +300,7 @@ class ThoughtsTrainer(RolloutTrainer):
         rows = thought_rows(episodes, plan, advantages, with_answers=self.settings.answer_coef > 0)
         self._counts = sum(sum(row.thought_mask) for row in rows), sum(sum(row.answer_mask) for row in rows)
 
-        def build(some: list[ThoughtRow]) -> list[ThoughtBatch]:
+        def build(some: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
             return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
         batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)

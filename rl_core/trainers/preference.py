@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from rl_core.data.batches import attention_mask, pad_rows
+from rl_core.data.lazy_rows import LazyRows
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
@@ -26,7 +27,7 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, lazy_batches
 from rl_core.settings import PreferenceSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
@@ -49,11 +50,13 @@ def reference_logprobs(
     Length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
     Returns: (chosen, rejected) of each pair, in nats, summed over the tokens that carry loss.
     """
-    rows = [
-        TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask)
-        for pair in pairs
-        for side in (pair.chosen, pair.rejected)
-    ]
+
+    def row(place: int) -> TrainRow:
+        pair = pairs[place // 2]
+        side = pair.rejected if place % 2 else pair.chosen
+        return TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask)
+
+    rows = LazyRows(2 * len(pairs), row)
     sums = [0.0] * len(rows)
     device = next(model.parameters()).device
 
@@ -63,7 +66,7 @@ def reference_logprobs(
             sums[row] = value
 
     with evaluating(model), torch.no_grad(), autocast(precision, device):
-        MemoryFit("reference log-probabilities").compute(make_batches(rows, max_tokens, pad_id), fill)
+        MemoryFit("reference log-probabilities").compute(lazy_batches(rows, max_tokens, pad_id), fill)
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
 
@@ -138,7 +141,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         masked = settings.needs_reference and settings.dropout and drops_out(model)
         self._mask_seed = sequence_seed(seed, "masks") if masked else None
         self.settings, self._pad_id, self._device = settings, pad_id, next(model.parameters()).device
-        examples: list[list[_ReferencedPair]] = []
+        found: list[list[Reference]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
             for place, pair in enumerate(pairs):
                 _check_pair(pair, f"pairs_{name}[{place}]", settings)
@@ -153,16 +156,17 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 rows = reference_logprobs(
                     model, pairs, pad_id=pad_id, max_tokens=settings.micro_batch_tokens, precision=settings.autocast
                 )
-            examples.append(_referenced(pairs, rows, name))
-        super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
+            found.append(_checked(pairs, rows, name))
+        self._pairs, self._references = (pairs_train, pairs_heldout), found
+        train, heldout = (_referenced(*part) for part in zip(self._pairs, found, strict=True))
+        super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
 
     @property
     def references(self) -> dict[str, list[Reference]]:
         """Reference log-probabilities of the pairs: train, heldout; {} for a loss without reference."""
         if not self.settings.needs_reference:
             return {}
-        sets = {"train": self._train, "heldout": self._heldout}
-        return {name: [example.reference for example in examples] for name, examples in sets.items()}
+        return dict(zip(("train", "heldout"), self._references, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the order of pairs, and the reference log-probabilities [pairs, 2]."""
@@ -173,13 +177,17 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         """Inverse of `state_dict`."""
         super().load_state_dict(state)
         if self.settings.needs_reference:
-            self._train = _with_references(self._train, state["references"], "train")
-            self._heldout = _with_references(self._heldout, state["references"], "heldout")
+            for index, name in enumerate(("train", "heldout")):
+                rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
+                self._references[index] = _checked(self._pairs[index], rows, name)
+            self._train, self._heldout = (
+                _referenced(*part) for part in zip(self._pairs, self._references, strict=True)
+            )
 
     def _masked_references(self, model: PreTrainedModel, pairs: Sequence[Pair], precision: Autocast) -> list[Reference]:
         """As `reference_logprobs`, with the masks that each pair is trained with."""
-        waiting = [_ReferencedPair(pair, (0.0, 0.0), place) for place, pair in enumerate(pairs)]
-        rows = [(0.0, 0.0)] * len(pairs)
+        rows = [NO_REFERENCE] * len(pairs)
+        waiting = _referenced(pairs, rows.copy())
 
         def fill(batch: _ComparedPairBatch) -> None:
             chosen_B, rejected_B, _ = self._logprobs(model, batch)
@@ -209,27 +217,28 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     def _length(self, example: _ReferencedPair) -> int:
         return max(len(example.pair.chosen_ids), len(example.pair.rejected_ids))
 
-    def _build_batches(self, examples: Sequence[_ReferencedPair]) -> list[_ComparedPairBatch]:
-        batches = []
+    def _build_batches(self, examples: Sequence[_ReferencedPair]) -> Sequence[_ComparedPairBatch]:
         max_tokens = self.settings.micro_batch_tokens if self._mask_seed is None else 1  # 1 = each pair alone
-        for group, width in pair_micro_batches([self._length(example) for example in examples], max_tokens):
+        groups = pair_micro_batches([self._length(example) for example in examples], max_tokens)
+
+        def made(number: int) -> _ComparedPairBatch:
+            group, width = groups[number]
             some = [examples[index] for index in group]
             chosen, rejected = [each.pair.chosen for each in some], [each.pair.rejected for each in some]
-            batches.append(
-                _ComparedPairBatch(
-                    pad_rows([side.ids for side in chosen], self._pad_id, width=width),
-                    pad_rows([side.ids for side in rejected], self._pad_id, width=width),
-                    _loss_mask(chosen, width),
-                    _loss_mask(rejected, width),
-                    torch.tensor([len(side.ids) for side in chosen]),
-                    torch.tensor([len(side.ids) for side in rejected]),
-                    torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
-                    torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
-                    torch.tensor([each.place for each in some]),
-                    torch.tensor([bool(each.pair.desirable) for each in some]),
-                )
+            return _ComparedPairBatch(
+                pad_rows([side.ids for side in chosen], self._pad_id, width=width),
+                pad_rows([side.ids for side in rejected], self._pad_id, width=width),
+                _loss_mask(chosen, width),
+                _loss_mask(rejected, width),
+                torch.tensor([len(side.ids) for side in chosen]),
+                torch.tensor([len(side.ids) for side in rejected]),
+                torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
+                torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
+                torch.tensor([each.place for each in some]),
+                torch.tensor([bool(each.pair.desirable) for each in some]),
             )
-        return batches
+
+        return LazyRows(len(groups), made)
 
     def _loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
         """Loss and metrics of a micro-batch; for KTO after a pass over all of them, for the reference point."""
@@ -352,18 +361,16 @@ def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
             raise DataError(f"{name}.{which}: no token carries loss")
 
 
-def _with_references(
-    examples: Sequence[_ReferencedPair], references: Mapping[str, torch.Tensor], name: str
-) -> list[_ReferencedPair]:
-    rows = [(float(row[0]), float(row[1])) for row in references[name].tolist()]
-    return _referenced([example.pair for example in examples], rows, name)
+def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference]) -> LazyRows[_ReferencedPair]:
+    """Pairs with their reference log-probabilities, made where they are asked for."""
+    return LazyRows(len(pairs), lambda place: _ReferencedPair(pairs[place], rows[place], place))
 
 
-def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> list[_ReferencedPair]:
-    """Pairs with their reference log-probabilities. Raises: DataError where they do not fit or are not finite."""
+def _checked(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> list[Reference]:
+    """References of pairs. Raises: DataError where they do not fit or are not finite."""
     if len(rows) != len(pairs):
         raise DataError(f"references of {name}: {len(rows)} rows for {len(pairs)} pairs")
     bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
     if bad is not None:
         raise DataError(f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number")
-    return [_ReferencedPair(pair, row, place) for place, (pair, row) in enumerate(zip(pairs, rows, strict=True))]
+    return list(rows)

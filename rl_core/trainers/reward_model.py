@@ -6,13 +6,14 @@ B pairs, S whole sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from rl_core.data.batches import pad_rows
+from rl_core.data.lazy_rows import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
@@ -35,11 +36,22 @@ class ScoredPair(NamedTuple):
     margin: float = 0.0
 
 
-def longer_answer_baseline(pairs: Sequence[tuple[Sized, Sized]]) -> float:
-    """Accuracy of "the longer one is the chosen one"; equal lengths count half. Raises: DataError for no pair."""
-    if not pairs:
+def _scored(pairs: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair]) -> LazyRows[ScoredPair]:
+    return LazyRows(len(pairs), lambda place: ScoredPair(*pairs[place]))
+
+
+def _side(pair: ScoredPair, which: int) -> Sequence[int]:
+    return pair.rejected_ids if which else pair.chosen_ids
+
+
+def longer_answer_baseline(lengths: Sequence[tuple[int, int]]) -> float:
+    """Accuracy of "the longer one is the chosen one" on lengths (chosen, rejected); equal ones count half.
+
+    Raises: DataError for no pair.
+    """
+    if not lengths:
         raise DataError("longer_answer_baseline: there is no pair")
-    return sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for c, r in pairs) / len(pairs)
+    return sum((c > r) + 0.5 * (c == r) for c, r in lengths) / len(lengths)
 
 
 @dataclass
@@ -76,7 +88,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
             pairs_train, pairs_heldout: (chosen_ids, rejected_ids), or with a margin as `ScoredPair`.
         Raises: DataError naming a pair with an empty sequence, or a margin that is negative or not finite.
         """
-        examples = [[ScoredPair(*pair) for pair in pairs] for pairs in (pairs_train, pairs_heldout)]
+        examples = [_scored(pairs) for pairs in (pairs_train, pairs_heldout)]
         for name, part in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
             for place, pair in enumerate(part):
                 if not (len(pair.chosen_ids) and len(pair.rejected_ids)):
@@ -87,7 +99,8 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
 
     def _evaluate(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
         """Loss, accuracy (ties count half), margin, and calibration error."""
-        scores_B = torch.tensor(self._scores([row for pair in examples for row in pair[:2]]))
+        rows = LazyRows(2 * len(examples), lambda place: _side(examples[place // 2], place % 2))
+        scores_B = torch.tensor(self._scores(rows))
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         loss, metrics = bradley_terry_loss(
             chosen_B,
@@ -106,15 +119,17 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """`heads.score`, distributed over the processes."""
 
-        def build(some: list[int]) -> list[list[int]]:
-            groups = heads.score_batches([len(rows[index]) for index in some], self.settings.micro_batch_tokens)
+        lengths = [len(row) for row in rows]
+
+        def build(some: Sequence[int]) -> list[list[int]]:
+            groups = heads.score_batches([lengths[index] for index in some], self.settings.micro_batch_tokens)
             return [[some[place] for place in group] for group in groups]
 
         def measure(indices: list[int]) -> list[tuple[int, float]]:
             values = heads.score_batch(self.model, [rows[index] for index in indices], pad_id=self._pad_id)
             return list(zip(indices, values, strict=True))
 
-        batches = self.optimizer_step.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
+        batches = self.optimizer_step.process_group.batches(range(len(rows)), lengths, build)
         scores = dict(
             pair
             for part in self.optimizer_step.sharded.measure(batches, measure, self.optimizer_step.autocast())
@@ -128,23 +143,22 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     def _length(self, example: ScoredPair) -> int:
         return max(len(example.chosen_ids), len(example.rejected_ids))
 
-    def _build_batches(self, examples: Sequence[ScoredPair]) -> list[_ScoredPairBatch]:
-        batches = []
-        for group, width in pair_micro_batches(
-            [self._length(pair) for pair in examples], self.settings.micro_batch_tokens
-        ):
-            chosen = [examples[index].chosen_ids for index in group]
-            rejected = [examples[index].rejected_ids for index in group]
-            batches.append(
-                _ScoredPairBatch(
-                    pad_rows(chosen, self._pad_id, width=width),
-                    pad_rows(rejected, self._pad_id, width=width),
-                    torch.tensor([len(row) for row in chosen]),
-                    torch.tensor([len(row) for row in rejected]),
-                    torch.tensor([examples[index].margin for index in group]),
-                )
+    def _build_batches(self, examples: Sequence[ScoredPair]) -> Sequence[_ScoredPairBatch]:
+        groups = pair_micro_batches([self._length(pair) for pair in examples], self.settings.micro_batch_tokens)
+
+        def made(number: int) -> _ScoredPairBatch:
+            group, width = groups[number]
+            some = [examples[index] for index in group]
+            chosen, rejected = [pair.chosen_ids for pair in some], [pair.rejected_ids for pair in some]
+            return _ScoredPairBatch(
+                pad_rows(chosen, self._pad_id, width=width),
+                pad_rows(rejected, self._pad_id, width=width),
+                torch.tensor([len(row) for row in chosen]),
+                torch.tensor([len(row) for row in rejected]),
+                torch.tensor([pair.margin for pair in some]),
             )
-        return batches
+
+        return LazyRows(len(groups), made)
 
     def _loss_fn(self, examples: Sequence[ScoredPair]) -> LossFn[_ScoredPairBatch]:
         return lambda batch: self._loss(batch, len(examples))

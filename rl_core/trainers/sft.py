@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_core.capabilities import sequence_packing
+from rl_core.data.lazy_rows import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import check_router, token_outputs
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, lazy_batches
 from rl_core.settings import SFTSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
@@ -57,8 +58,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         Raises: DataError naming a row that cannot be trained on.
         """
         check_router(model, settings.router_aux_loss_coef)
-        train = _TrainRows(rows_train, "rows_train")
-        heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]
+        train, heldout = _train_rows(rows_train, "rows_train"), _train_rows(rows_heldout, "rows_heldout")
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
         self._packing = settings.packing and sequence_packing(model).allowed
         if settings.packing and not self._packing:
@@ -80,8 +80,8 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
     def _length(self, example: TrainRow) -> int:
         return len(example.completion_ids) + 1
 
-    def _build_batches(self, examples: Sequence[TrainRow]) -> list[TrainBatch]:
-        return make_batches(examples, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
+    def _build_batches(self, examples: Sequence[TrainRow]) -> Sequence[TrainBatch]:
+        return lazy_batches(examples, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
 
     def _loss_fn(self, examples: Sequence[TrainRow]) -> LossFn[TrainBatch]:
         num_loss_tokens = sum(sum(row.loss_mask) for row in examples)
@@ -99,25 +99,12 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         return loss + coef * balance, metrics | {"router_aux_loss": balance.detach()}
 
 
-class _TrainRows(Sequence[TrainRow]):
+def _train_rows(rows: Sequence[Row], name: str) -> LazyRows[TrainRow]:
     """Checked rows, converted where they are asked for: what holds them may be more compact than lists."""
-
-    def __init__(self, rows: Sequence[Row], name: str) -> None:
-        self._rows, self._name = rows, name
-        for index, row in enumerate(rows):
-            _train_row(row, f"{name}[{index}]")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> TrainRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TrainRow]: ...
-    def __getitem__(self, index: int | slice) -> TrainRow | list[TrainRow]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        return _train_row(self._rows[index], f"{self._name}[{index}]")
+    made = LazyRows(len(rows), lambda place: _train_row(rows[place], f"{name}[{place}]"))
+    for _ in made:  # which checks each
+        pass
+    return made
 
 
 def _train_row(row: Row, name: str) -> TrainRow:

@@ -59,7 +59,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.settings = settings
         self._pad_id = pad_id
         self._train = train
-        self._heldout = list(heldout)
+        self._heldout = heldout
         self._device = next(model.parameters()).device
         self.order = DataOrder(len(train), settings.batch_size, seed)
         self.total_steps, self.bound = training_length(settings, self.order.batches_per_epoch)  # iterations of the loop
@@ -82,8 +82,8 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Tokens of the longest row of an example."""
 
     @abstractmethod
-    def _build_batches(self, examples: Sequence[Example]) -> list[Batch]:
-        """Micro-batches of these examples."""
+    def _build_batches(self, examples: Sequence[Example]) -> Sequence[Batch]:
+        """Micro-batches of these examples; may be made where they are asked for."""
 
     @abstractmethod
     def _loss_fn(self, examples: Sequence[Example]) -> LossFn[Batch]:
@@ -100,7 +100,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             loss, metrics = loss_fn(batch)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.optimizer_step.apply(self._batches(examples), named)
+        metrics = self.optimizer_step.apply(list(self._batches(examples)), named)
         return {
             **metrics,
             "train/tokens": float(num_tokens),
@@ -126,7 +126,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
         )
 
-    def _batches(self, examples: Sequence[Example]) -> list[Batch | DummyBatch[Batch]]:
+    def _batches(self, examples: Sequence[Example]) -> Sequence[Batch | DummyBatch[Batch]]:
         """This process's micro-batches of these examples."""
         lengths = [self._length(example) for example in examples]
         return self.optimizer_step.process_group.batches(examples, lengths, self._build_batches)

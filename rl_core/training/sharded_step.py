@@ -73,7 +73,7 @@ class ShardedModel:
         results: list[Result] = []
         with evaluating(self.model), torch.no_grad(), autocast:
             if self.shards is None:
-                return MemoryFit("evaluation").compute([without_dummy(batch) for batch in batches], fn)
+                return MemoryFit("evaluation").compute((without_dummy(batch) for batch in batches), fn)
             for batch in batches:
                 result = self.with_full_weights(functools.partial(fn, without_dummy(batch)))
                 if not isinstance(batch, DummyBatch):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_core.api.data import Use, pairs_of_rows
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.pair_rows import PreferencePart, Use, pairs_of
 from rl_core.data.pairs import Pair, labelled_sides, mismatched_pairs, pairs_from_groups
+from rl_core.data.repeats import digest_of
 from rl_core.data.splits import prompt_text, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailures
@@ -24,11 +26,14 @@ from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
-from tasks.stages.row_files import read_jsonl
+from tasks.stages.part_tokens import part_files, part_tokens
+from tasks.stages.row_files import rows_of
 
 __all__ = ["StagePairs", "stage_pairs"]
 
 logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
 
 PAIRS_PER_GROUP = 4  # more of one prompt would mostly repeat each other
 HELDOUT_SHARE = 0.15  # of the questions
@@ -39,8 +44,8 @@ GROUPS_AT_MOST = 16  # a policy that nearly always fails, or succeeds, gives few
 class StagePairs:
     """Training and held-out pairs, split by question."""
 
-    train: list[Pair]
-    heldout: list[Pair]
+    train: Sequence[Pair]
+    heldout: Sequence[Pair]
     longer_baseline: float | None = None  # accuracy of "the longer answer wins" on the held-out pairs
     note: str = ""
 
@@ -70,18 +75,35 @@ def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     """The preference rows or labelled completions that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
     renderer = ChatRenderer(policy_tokenizer, context.pipeline.model)
-    rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
-    train, heldout = pairs_of_rows(rows["train"], rows["heldout"], renderer, _use(context), context.seed)
-    # The baseline of people: the answer with more characters.
-    answers = [(_said(row["chosen"]), _said(row["rejected"])) for row in rows["heldout"] if "chosen" in row]
-    prompts = {split: len({prompt_text(row["prompt"]) for row in rows[split]}) for split in rows}
+    answers: list[tuple[int, int]] = []  # characters of the held-out ones
+    prompts: list[set[bytes]] = []
+    parts = []
+    files = part_files(data, "preferences")
+    for path, name, sides in zip(
+        files, ("training", "held-out"), part_tokens(data, "preferences", renderer), strict=True
+    ):
+        prompts.append(set())
+        lengths = answers if name == "held-out" else None
+        rows = _noted(rows_of(path), prompts[-1], lengths)
+        parts.append(PreferencePart.of(sides, rows, _use(context), name))
+    train, heldout = pairs_of(parts[0], parts[1], _use(context), context.seed)
     return StagePairs(
         train=train,
         heldout=heldout,
+        # The baseline of people: the answer with more characters.
         longer_baseline=longer_answer_baseline(answers) if answers else None,
-        note=f"{len(rows['train'])} rows of {prompts['train']} prompts to learn from, "
-        f"{prompts['heldout']} prompts held out",
+        note=f"{len(parts[0].margins)} rows of {len(prompts[0])} prompts to learn from, "
+        f"{len(prompts[1])} prompts held out",
     )
+
+
+def _noted(rows: Iterable[Row], prompts: set[bytes], lengths: list[tuple[int, int]] | None) -> Iterator[Row]:
+    """The rows, of which prompts and, where they are asked for, characters of both sides are noted on the way."""
+    for row in rows:
+        prompts.add(digest_of(prompt_text(row["prompt"])))
+        if lengths is not None and "chosen" in row:
+            lengths.append((len(_said(row["chosen"])), len(_said(row["rejected"]))))
+        yield row
 
 
 def _said(side: str | list[dict[str, Any]]) -> str:

@@ -11,16 +11,17 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.data import preference_length
 from rl_core.data import records, splits
 from rl_core.data.assistant_message import call_text
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
 from rl_core.data.files import data_files
+from rl_core.data.formats import Kind
+from rl_core.data.repeats import digest_of
+from rl_core.data.row_tokens import Job
+from rl_core.data.token_cache import TokenCache, rows_digest, text_size
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
@@ -33,8 +34,10 @@ from tasks.pipeline.conditions import read_conditions
 from tasks.pipeline.key import environment_digests, input_digest
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.stages.fitting_rows import Found, keep_what_fits
 from tasks.stages.loading import make_environment
-from tasks.stages.row_files import read_jsonl
+from tasks.stages.part_tokens import CACHE, part_files
+from tasks.stages.row_files import rows_of
 
 __all__ = ["prepare_data"]
 
@@ -58,8 +61,8 @@ def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageRes
 
 def _check_uses(source: str, folder: Path, uses: Iterable[str]) -> None:
     """Refuse rows that a later stage cannot use, before anything is trained; their losses are no part of the key."""
-    for split in ("train", "heldout"):
-        for row in read_jsonl(folder / f"preferences_{split}.jsonl"):
+    for path in part_files(folder, "preferences"):
+        for row in rows_of(path):
             reason = next(filter(None, (records.misfit(row, use) for use in uses)), "")
             if reason:
                 raise DataError(f"{source}: the row with the prompt {row['prompt'][:80]!r}: {reason}")
@@ -77,15 +80,18 @@ def _body(context: StageContext) -> dict[str, Any]:
         "preferences": _preferences(context, summary),
     }
     renderer, length = _tokenizer_and_model(context, sets, environment, summary)
-    for name, prompt_of, measure in (
-        ("demonstrations", _demonstration_prompt, _demonstration_length(renderer)),
-        ("preferences", _preference_prompt, _preference_length(renderer)),
-    ):
-        found = sets[name]
-        if found.rows:
-            _leave_out_repeats(context, found, prompt_of, summary, name)
-            _keep_what_fits(context, found, measure, length, summary, name)
-            _split_and_write(context, name, found.rows, prompt_of, summary)
+    cache = TokenCache(context.folder.parent / CACHE)
+    for kind, prompt_of in _PROMPTS.items():
+        found = sets[kind]
+        if not found.rows:
+            continue
+        _leave_out_repeats(context, found, prompt_of, summary, kind)
+        job, rows = Job(kind), found.rows
+        tokens = cache.tokens(rows_digest(rows), rows.copy, renderer, job, text_size(rows))
+        fitting = keep_what_fits(found, tokens, kind, length, context.settings, summary)
+        parts = _split_and_write(context, kind, found.rows, prompt_of, summary)
+        for path, places in zip(part_files(context.folder, kind), parts, strict=True):
+            cache.keep_part(digest_file(path), renderer, job, tokens, fitting.part(places), fitting.max_tokens)
     _refuse_changed(context)
     summary["note"] = _note(summary)
     context.tracker.log_metrics(_numbers(summary), 0)
@@ -105,25 +111,16 @@ def _refuse_changed(context: StageContext) -> None:
                 raise DataError(f"{place}: was changed while it was read; start again when nothing writes to it")
 
 
-@dataclass
-class _Found:
-    """Rows and the place of each, for messages."""
-
-    rows: list[Row] = field(default_factory=list)
-    source: str = ""
-    places: list[tuple[str, int]] = field(default_factory=list)  # file and line
-
-
-def _demonstrations(context: StageContext, environment: Environment, summary: Row) -> _Found:
+def _demonstrations(context: StageContext, environment: Environment, summary: Row) -> Found:
     """Rows of {messages, level, kind, seed}: from a file, or written by the environment's demonstrator."""
     settings: DataSettings = context.settings
     if settings.demonstrations is not None:
         found = _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
         return _told_apart(found)
     if context.pipeline.stages.sft is None:
-        return _Found()
+        return Found()
     levels = settings.levels or environment.levels
-    found = _Found(source=f"demonstrations of {environment.name}")
+    found = Found(source=f"demonstrations of {environment.name}")
     schema = environment.tools.schema() if context.pipeline.model.native_tools else []
     tools = {"tools": schema} if schema else {}  # as rollouts of this environment show them
     right: Counter[str] = Counter()
@@ -148,10 +145,11 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
     return found
 
 
-def _told_apart(found: _Found) -> _Found:
+def _told_apart(found: Found) -> Found:
     """Demonstrations that all begin alike are told apart by the seeds of their episodes, if they have some."""
-    openings = {splits.prompt_key(splits.opening_text(row["messages"])) for row in found.rows}
-    if len(openings) == 1 and all("seed" in row for row in found.rows):
+    openings = (splits.prompt_key(splits.opening_text(row["messages"])) for row in found.rows)
+    first = next(openings, None)
+    if first is not None and all(opening == first for opening in openings) and all("seed" in row for row in found.rows):
         logger.warning("%s: all demonstrations begin with the same text; they are held out by seed only", found.source)
         for row in found.rows:
             row["question"] = f"{row.get('level', '')} {row['seed']}"
@@ -174,15 +172,15 @@ def _training_seeds(environment: Environment, levels: Iterable[str]) -> Iterable
                 yield level, seed
 
 
-def _preferences(context: StageContext, summary: Row) -> _Found:
+def _preferences(context: StageContext, summary: Row) -> Found:
     path = context.settings.preferences
-    return _read(context, "preferences", path, records.read_preferences, summary) if path else _Found()
+    return _read(context, "preferences", path, records.read_preferences, summary) if path else Found()
 
 
-def _read(context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row) -> _Found:
+def _read(context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row) -> Found:
     """Rows of a file, or of every data file of a folder."""
     settings: DataSettings = context.settings
-    found, rows, skipped = _Found(source=path), 0, 0
+    found, rows, skipped = Found(source=path), 0, 0
     digests: list[str] = []
     copies = contradictions = 0
     for file in data_files(Path(path)):
@@ -200,7 +198,7 @@ def _read(context: StageContext, name: str, path: str, reader: Callable[..., rec
 
 
 def _tokenizer_and_model(
-    context: StageContext, sets: Mapping[str, _Found], environment: Environment, summary: Row
+    context: StageContext, sets: Mapping[str, Found], environment: Environment, summary: Row
 ) -> tuple[ChatRenderer, int]:
     """Make the preset's tokenizer and model, or read the base's tokenizer; returns the renderer and the context."""
     settings = context.pipeline.model
@@ -216,6 +214,7 @@ def _tokenizer_and_model(
     model = causal_lm.create(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
     summary["parameters"] = causal_lm.num_parameters(model)
+    tokenizer = causal_lm.load_tokenizer(context.folder / "model", settings)  # as later stages have it
     return ChatRenderer(tokenizer, settings), settings.context
 
 
@@ -230,73 +229,24 @@ def _all_texts(messages: Iterable[Row]) -> list[str]:
 
 
 def _leave_out_repeats(
-    context: StageContext, found: _Found, prompt_of: Callable[[Row], str], summary: Row, name: str
+    context: StageContext, found: Found, prompt_of: Callable[[Row], str], summary: Row, name: str
 ) -> None:
     """Leave out, and count, copies of earlier rows or further rows of a prompt, as `deduplicate` says."""
     kind = context.settings.deduplicate
     if kind == "off":
         return
-    first: dict[str, int] = {}
+    first: dict[bytes, int] = {}
     for index, row in enumerate(found.rows):
-        first.setdefault(repr(row) if kind == "rows" else splits.prompt_key(prompt_of(row)), index)
+        first.setdefault(digest_of(row if kind == "rows" else splits.prompt_key(prompt_of(row))), index)
     kept = sorted(first.values())
     summary[f"{name}_repeats_left_out"] = len(found.rows) - len(kept)
     found.rows, found.places = [found.rows[index] for index in kept], [found.places[index] for index in kept]
-
-
-def _keep_what_fits(
-    context: StageContext, found: _Found, measure: Callable[[Row], int], longest: int, summary: Row, name: str
-) -> None:
-    """Refuse, cut, or leave out and count the rows that the template refuses or that are too long."""
-    settings: DataSettings = context.settings
-    limit = min(longest, settings.max_tokens or longest)
-    holds = f"the context holds {longest}" if limit == longest else f"max_tokens is {limit}"
-    problems, kept, places, tokens, too_long, cut = [], [], [], 0, 0, 0
-    for row, (file, line) in zip(found.rows, found.places, strict=True):
-        try:
-            length = measure(row)
-            if length > limit and settings.long_rows == "cut":
-                row = {**row, "max_tokens": limit}
-                length = measure(row)  # raises where nothing with loss is left
-                cut += 1
-        except DataError as error:  # refused by the chat template
-            problems.append(records.RowProblem(file, line, "", str(error)))
-            continue
-        if length > limit:
-            too_long += 1
-            if settings.long_rows != "drop":
-                problems.append(records.RowProblem(file, line, "", f"is {length} tokens long, {holds}"))
-            continue
-        kept.append(row)
-        places.append((file, line))
-        tokens += length
-    records.report(found.source, problems, len(found.rows), settings.on_bad_row)
-    if not kept:
-        raise DataError(f"{found.source}: every row is longer than {limit} tokens; raise max_tokens, or cut long_rows")
-    found.rows, found.places = kept, places
-    summary[f"{name}_too_long"] = too_long  # bad rows, or left out
-    summary[f"{name}_cut"] = cut
-    summary[f"{name}_tokens"] = tokens
 
 
 def _opening_texts(environment: Environment) -> list[str]:
     """Openings of some training episodes: text for a tokenizer where there is nothing else."""
     seeds = itertools.islice(_training_seeds(environment, environment.levels), 500)
     return [message["content"] for level, seed in seeds for message in environment.episode(seed, level).reset()]
-
-
-def _demonstration_length(renderer: ChatRenderer) -> Callable[[Row], int]:
-    """Tokens of the longest training sequence of a row."""
-
-    def length(row: Row) -> int:
-        found = training_sequences(renderer, row["messages"], row.get("tools"), max_tokens=row.get("max_tokens"))
-        return max(len(ids) for ids, _ in found)
-
-    return length
-
-
-def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
-    return lambda row: preference_length(row, renderer)
 
 
 def _demonstration_prompt(row: Row) -> str:
@@ -308,18 +258,24 @@ def _preference_prompt(row: Row) -> str:
     return splits.prompt_text(row["prompt"])
 
 
+_PROMPTS: dict[Kind, Callable[[Row], str]] = {
+    "demonstrations": _demonstration_prompt,
+    "preferences": _preference_prompt,
+}
+
+
 def _split_and_write(
-    context: StageContext, name: str, rows: list[Row], prompt_of: Callable[[Row], str], summary: Row
-) -> None:
-    """Split by prompt, report duplicates and overlap, write both parts."""
-    train, heldout, report = splits.split_by_prompt(rows, prompt_of, context.settings.heldout_fraction, context.seed)
-    summary[name] = report
-    for split, part in (("train", train), ("heldout", heldout)):
-        path = context.folder / f"{name}_{split}.jsonl"
-        _write_rows(path, part)
+    context: StageContext, kind: Kind, rows: list[Row], prompt_of: Callable[[Row], str], summary: Row
+) -> tuple[list[int], list[int]]:
+    """Split by prompt, report duplicates and overlap, write both parts; returns the places of the rows of each."""
+    train, heldout, report = splits.split_places(rows, prompt_of, context.settings.heldout_fraction, context.seed)
+    summary[kind] = report
+    for path, split, part in zip(part_files(context.folder, kind), ("train", "heldout"), (train, heldout), strict=True):
+        _write_rows(path, (rows[place] for place in part))
         fault("data.rows")
         for tracker in (context.tracker, context.pipeline_run.parent):
-            tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
+            tracker.log_dataset(path, digest_file(path), f"{kind}_{split}", split)
+    return train, heldout
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

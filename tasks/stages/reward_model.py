@@ -53,7 +53,7 @@ def _summary(context: StageContext, pairs: StagePairs, metrics: dict[str, float]
     low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
     longer = pairs.longer_baseline
     if longer is None:
-        longer = longer_answer_baseline([(pair.chosen_ids, pair.rejected_ids) for pair in pairs.heldout])
+        longer = longer_answer_baseline([(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs.heldout])
     extra = {"eval/accuracy_low": low, "eval/accuracy_high": high, "eval/longer_answer_accuracy": longer}
     context.tracker.log_metrics(extra, steps + 1)
     return {

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_jsonl", "rows_of"]
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file."""
-    return list(rows_of(path))
+__all__ = ["rows_of"]
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rl_core.api.recipes.sft import sft as sft_recipe
-from rl_core.data.conversation import TrainingSequence, training_sequences
-from rl_core.data.token_rows import TokenRows
 from rl_core.settings import SFTSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
-from tasks.stages.row_files import rows_of
+from tasks.stages.part_tokens import part_tokens
 
 __all__ = ["sft"]
 
@@ -32,16 +29,9 @@ def _body(context: StageContext) -> dict[str, Any]:
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])
-    counts = {"train": 0, "heldout": 0}
-
-    def sequences(split: str) -> Iterator[TrainingSequence]:
-        for row in rows_of(data / f"demonstrations_{split}.jsonl"):
-            counts[split] += 1
-            yield from training_sequences(
-                policy.renderer, row["messages"], row.get("tools"), settings.loss_on, row.get("max_tokens")
-            )
-
-    train, heldout = TokenRows(sequences("train")), TokenRows(sequences("heldout"))
+    train, heldout = context.process_group.on_rank_zero(
+        lambda: part_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
+    )
     recipe = sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
     outcome = context.train(recipe)
     context.save_model(
@@ -55,10 +45,10 @@ def _body(context: StageContext) -> dict[str, Any]:
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,
         "eval_loss": loss,
-        "demonstrations": counts["train"],
+        "demonstrations": train.num_rows,
         "sequences": len(train),  # more where the template renders the history anew (history_thoughts)
         "demonstration_tokens": train.num_tokens,
         "metrics": outcome.metrics,
-        "note": f"{outcome.steps} steps on {counts['train']} demonstrations, "
+        "note": f"{outcome.steps} steps on {train.num_rows} demonstrations, "
         f"held-out loss {loss:.3f} nats per token" + recipe.trainer.bound_note(outcome.steps),
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl_core.api.recipes import Recipe
+from rl_core.data.lazy_rows import LazyRows
 from rl_core.data.pairs import Pair
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.settings import RewardModelSettings
@@ -22,8 +23,13 @@ def reward_model(
     seed: int, process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[RewardModelTrainer]:  # fmt: skip
     """A Bradley-Terry reward model (`models.heads`) on preference pairs."""
-    rows, rows_heldout = (
-        [ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin) for pair in part] for part in (train, heldout)
-    )
-    trainer = RewardModelTrainer(model, pad_id, rows, rows_heldout, settings, seed, process_group)
+    trainer = RewardModelTrainer(model, pad_id, _scored(train), _scored(heldout), settings, seed, process_group)
     return Recipe(trainer, trainer.total_steps, "eval/accuracy" if settings.patience is not None else None)
+
+
+def _scored(pairs: Sequence[Pair]) -> LazyRows[ScoredPair]:
+    def made(place: int) -> ScoredPair:
+        pair = pairs[place]
+        return ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin)
+
+    return LazyRows(len(pairs), made)

@@ -120,9 +120,8 @@ class RolloutBuffer:
         if not indices:
             return []
         rows = [self.samples[index].row for index in indices]
-        return process_group.batches(
-            indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build_batches
-        )
+        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+        return [*process_group.batches(indices, lengths, self._build_batches)]
 
     def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]

@@ -7,13 +7,12 @@ import torch
 from helpers.library import small_policy
 
 import rl_core
-from rl_core.api.data import pairs_of_rows
+from rl_core.api.data import preference_pairs
 from rl_core.api.policy import load_policy
 from rl_core.data.records import read_preferences
 from rl_core.errors import DataError, RecordsError
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
-from tasks.stages import prepare_data
 from tasks.stages.preference import _finding
 
 PAIRS = [{"prompt": f"{n} ?", "chosen": "yes", "rejected": "no no"} for n in range(12)]
@@ -95,18 +94,17 @@ def test_files_of_labelled_completions(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b", "label": false, "level": "easy"}\n')
     assert read_preferences(path).rows == [{"prompt": "a", "completion": "b", "label": False, "level": "easy"}]
-    policy = load_policy(small_policy())
-    measure = prepare_data._preference_length(policy.renderer)
-    assert measure(LABELLED[0]) > 0 and measure(PAIRS[0]) > 0
 
 
 def test_held_out_partners_come_from_training_where_all_prompts_are_the_same():
     renderer = load_policy(small_policy()).renderer
-    train, heldout = pairs_of_rows(LABELLED, [{"prompt": "z ?", "completion": "c", "label": True}], renderer, "kto", 0)
-    assert len(train) == 12 and heldout[0].desirable and heldout[0].rejected.completion_ids != []
+    rows = [{"prompt": "z ?", "completion": "c", "label": True}]
+    split = preference_pairs(LABELLED, rows, renderer, 64, 0, "kto")
+    heldout = split.heldout
+    assert len(split.train) == 12 and heldout[0].desirable and heldout[0].rejected.completion_ids != []
     assert heldout[0].rejected.prompt_ids == heldout[0].chosen.prompt_ids
     with pytest.raises(DataError, match="all rows have the same prompt"):
-        pairs_of_rows([LABELLED[0]], [], renderer, "kto", 0)
+        preference_pairs([LABELLED[0]], 0, renderer, 64, 0, "kto")
 
 
 def test_the_stage_s_finding_says_what_was_compared():

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,18 +196,17 @@ def test_max_rows_stops_before_later_problems(tmp_path: Path) -> None:
 def test_rows_too_long_for_the_context(tmp_path: Path) -> None:
     path = written(tmp_path, [GOOD, {**GOOD, "chosen": "a b c d"}])
 
-    def words(row: dict[str, Any]) -> int:
-        return max(len(row["chosen"].split()), len(row["rejected"].split()))
+    def refuses(rows: Sequence[dict[str, Any]]) -> list[str]:
+        return ["is too long" if " " in row["chosen"] else "" for row in rows]
 
-    assert problem_of(path, token_length=words, context=3) == (2, "", "is 4 tokens long, the context holds 3")
-    assert len(read_preferences(path, token_length=words, context=4).rows) == 2
-
-    def refuses(row: dict[str, Any]) -> int:
-        if row["chosen"] == "Ada":
-            raise DataError("the template refuses this")
-        return 1
-
-    assert problem_of(path, token_length=refuses, context=3) == (1, "", "the template refuses this")
+    assert problem_of(path, check_rows=refuses) == (2, "", "is too long")
+    records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
+    assert [row["chosen"] for row in records.rows] == [GOOD["chosen"]] and records.lines == [1]
+    path = written(tmp_path, [{**GOOD, "chosen": "a b"}, {"prompt": "p"}, {**GOOD, "chosen": "c d"}, GOOD])
+    records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
+    assert [problem.line for problem in records.problems] == [1, 2, 3] and records.num_skipped == 3  # in order
+    with pytest.raises(RecordsError, match=r"data\[1\]: is too long"):
+        read_preferences([GOOD, {**GOOD, "chosen": "a b"}], check_rows=refuses)
 
 
 def test_demonstrations_come_as_messages(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import json
 import pytest
 from helpers import ROOT
 
-from rl_core.api.data import pair_of
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
+from rl_core.data.preference_rows import pair_of
 from rl_core.data.records import read_demonstrations, read_preferences
 from rl_core.data.tokenizer import train_tokenizer
 

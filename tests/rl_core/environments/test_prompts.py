@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rl_core.data.prompt_files import read_prompt_rows
 from rl_core.environments import Tool, make
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
@@ -108,9 +109,22 @@ def test_mistakes_name_the_option(options, message):
         make("prompts", options)
 
 
+def test_cells_of_csv_are_text_and_empty_ones_too(tmp_path):
+    """As the one reader of CSV gives them to rewards: a label is no truth value here, a prompt in brackets no list."""
+    (tmp_path / "a.csv").write_text('prompt,label,seed,answer\n[1] or [2]?,true,,2\n"two\nlines",false,7,\n')
+    rows = read_prompt_rows(tmp_path / "a.csv").rows
+    assert rows == [
+        {"prompt": "[1] or [2]?", "label": "true", "seed": "", "answer": "2"},
+        {"prompt": "two\nlines", "label": "false", "seed": "7", "answer": ""},
+    ]
+    (tmp_path / "a.tsv").write_text("question\tlabel\nx, y\ttrue\n")
+    (row,) = read_prompt_rows(tmp_path / "a.tsv", prompt="question").rows
+    assert row == {"question": "x, y", "label": "true", "prompt": "x, y"}
+
+
 def test_tables_that_are_none(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,1\ny,2,3\n")
-    with pytest.raises(DataError, match=r"a.csv:3: has 3 values for 2 columns"):
+    with pytest.raises(DataError, match=r"a.csv:3: has 3 cells, the header 2 columns"):
         make("prompts", {"path": str(tmp_path / "a.csv")})
     (tmp_path / "b.json").write_text('{"prompt": "x"}')
     with pytest.raises(DataError, match="holds one dict, expected an array"):

@@ -117,9 +117,9 @@ def test_it_learns_an_order_that_it_can_see():
 
 def test_longer_answer_baseline():
     # longer chosen, shorter chosen, equal: 1 + 0 + 0.5 of 3
-    assert longer_answer_baseline([([1, 2], [1]), ([1], [1, 2]), ([1], [2])]) == 0.5
-    assert longer_answer_baseline([([1, 2], [1]), ([1], [2])]) == 0.75
-    assert longer_answer_baseline([("long answer", "short")]) == 1.0
+    assert longer_answer_baseline([(2, 1), (1, 2), (1, 1)]) == 0.5
+    assert longer_answer_baseline([(2, 1), (1, 1)]) == 0.75
+    assert longer_answer_baseline([(11, 5)]) == 1.0
     with pytest.raises(DataError, match="no pair"):
         longer_answer_baseline([])
 

@@ -128,14 +128,36 @@ def test_the_closure_is_not_everything():
         assert 30 < len(stage_sources(stage)) < 0.9 * whole, stage
 
 
+SMALL = """
+name: small
+output: {output}
+threads: 1
+environment: {{name: arithmetic}}
+model: {{preset: nano, vocab_size: 320, context: 128}}
+tracking: {{traces: 0, system_metrics_seconds: 0}}
+stages:
+  prepare_data: {{num_demonstrations: 60, levels: [easy], preferences: {pairs}}}
+  sft: {{max_steps: 2, batch_size: 4, warmup_steps: 1}}
+  preference: {{max_steps: 1, batch_size: 4, warmup_steps: 0}}
+  reward_model: {{max_steps: 1, batch_size: 4, warmup_steps: 0}}
+  policy:
+    {{iterations: 1, prompts_per_iteration: 2, group_size: 2, warmup_steps: 0, rewards: {{task: 1.0, learned: 0.1}},
+      kl_coef: 0.1, sampling: {{max_completion_tokens: 6}}}}
+  evaluate: {{episodes: 4, levels: [easy], sampling: {{max_completion_tokens: 6}}}}
+  analyze: {{bootstrap_samples: 100, side_by_side: 1}}
+  promote: {{min_success: 0.0, min_episodes: 2, bootstrap_samples: 100}}
+"""
+
+
 @pytest.mark.slow
 def test_it_holds_every_module_that_a_run_reaches(tmp_path):
     """A whole pipeline in a fresh process; edges of its imports, followed from each stage's module."""
-    out = tmp_path / "edges.json"
-    program = [sys.executable, "-m", "helpers.import_recorder", str(out), "run", "test", "--quiet"]
-    pairs = "stages.preference={num_pairs: 20, group_size: 4, max_steps: 2, batch_size: 4, warmup_steps: 1}"
-    options = ["--set", f"output={tmp_path / 'out'}", "--set", pairs]
-    subprocess.run([*program, *options], cwd=ROOT, check=True, capture_output=True, text=True)
+    out, config, pairs = tmp_path / "edges.json", tmp_path / "small.yaml", tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": "no"} for n in range(40)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.write_text(SMALL.format(output=tmp_path / "out", pairs=pairs))
+    program = [sys.executable, "-m", "helpers.import_recorder", str(out), "run", str(config), "--quiet"]
+    subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True)
     edges = json.loads(out.read_text())
     seen = 0
     for stage in stage_registry.stages():

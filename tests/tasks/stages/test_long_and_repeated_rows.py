@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.data import row_sides
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
+from rl_core.data.preference_rows import row_sides
+from rl_core.data.row_tokens import Job
+from rl_core.data.token_cache import TokenCache
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, RecordsError
 from rl_core.settings import DataSettings
 from tasks.stages import prepare_data
+from tasks.stages.fitting_rows import Found, keep_what_fits
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +27,15 @@ def row(prompt, answer):
 
 def kept(rows, renderer, context=100, **settings):
     """Rows left, and the summary. `<|user|> prompt <|end|> <|assistant|> answer <|end|>`: 4 tokens and the letters."""
-    found = prepare_data._Found(
-        [dict(r) for r in rows], "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))]
-    )
+    found = Found([dict(r) for r in rows], "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))])
     stage, summary = SimpleNamespace(settings=DataSettings(**settings)), {}
     prepare_data._leave_out_repeats(stage, found, prepare_data._demonstration_prompt, summary, "demonstrations")
-    measure = prepare_data._demonstration_length(renderer)
-    prepare_data._keep_what_fits(stage, found, measure, context, summary, "demonstrations")
+    tokens = TokenCache(None).tokens("", lambda: found.rows, renderer, Job("demonstrations"), 0)
+    fitting = keep_what_fits(found, tokens, "demonstrations", context, stage.settings, summary)
+    sequences = [
+        s for r in found.rows for s in training_sequences(renderer, r["messages"], None, "all", r.get("max_tokens"))
+    ]
+    assert list(fitting.tokens.select(fitting.places, fitting.max_tokens)) == sequences
     assert len(found.rows) == len(found.places)
     return found.rows, summary
 

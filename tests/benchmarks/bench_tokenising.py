@@ -1,0 +1,182 @@
+"""Rows to token ids: one after the other and twice, through the tokenizer's call, against `token_cache`; and memory.
+
+    python tests/benchmarks/bench_tokenising.py [--rows 4000] [--tokens 300] [--turns 1] [--processes 2]
+    python tests/benchmarks/bench_tokenising.py --memory 1000000 [--processes 2] --folder DIR
+
+The first prints rows a second and of processor time for both ways, which give the same ids and masks. The old way
+checks the length of every row and makes its ids again afterwards, as lists; each pass has a renderer of its own, as
+stages have. The second writes a file of so many rows, reads, tokenises and splits it by the Python API in a process of
+its own, draws the batches of a hundred thousand rows from it, and prints the largest resident memory. Rows are of words
+drawn at random; their tokenizer is a byte-level BPE of 4096 entries trained on the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.api.data import conversations
+from rl_core.data.batches import DataOrder
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.conversation import training_sequences
+from rl_core.data.row_tokens import Job
+from rl_core.data.token_cache import TokenCache, rows_digest
+from rl_core.data.token_rows import TokenRows
+from rl_core.data.tokenising import tokenised
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.rollouts.batching import TrainRow, make_batches
+
+CONTEXT = 4096
+LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+
+
+def words(count: int = 3000, seed: int = 0) -> list[str]:
+    """Made words, the earlier ones more common by Zipf's law where `sentence` draws them."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(count)]
+
+
+def sentence(rng: random.Random, known: list[str], count: int) -> str:
+    """So many words."""
+    return " ".join(known[min(int(rng.paretovariate(0.7)) - 1, len(known) - 1)] for _ in range(count)) + "."
+
+
+def row_of(rng: random.Random, known: list[str], tokens: int, turns: int) -> dict[str, Any]:
+    """A conversation; a third of its words in the user's turns. A word is about 1.45 tokens."""
+    count = max(1, round(tokens / 1.45 / turns / 3))
+    messages = []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": sentence(rng, known, count)})
+        messages.append({"role": "assistant", "content": sentence(rng, known, 2 * count)})
+    return {"messages": messages}
+
+
+def renderer_of() -> ChatRenderer:
+    """A tokenizer trained on the words, and its renderer."""
+    rng, known = random.Random(1), words()
+    return ChatRenderer(train_tokenizer([sentence(rng, known, 200) for _ in range(2000)], 4096))
+
+
+def one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
+    """The old way: a length of each row, then its ids as lists."""
+    found: list[Any] = []
+    for wanted in ("lengths", "ids"):
+        renderer = ChatRenderer(tokenizer)
+        renderer.encoder._is_fast = False
+        for row in rows:
+            sequences = training_sequences(renderer, row["messages"])
+            if wanted == "lengths":
+                assert max(len(ids) for ids, _ in sequences) <= CONTEXT
+            else:
+                found += sequences
+    return found
+
+
+def seconds_of(work: Any) -> tuple[Any, float, float]:
+    """Result, seconds, and processor seconds of this process and the children that have ended."""
+    before, started = os.times(), time.perf_counter()
+    result = work()
+    after = os.times()
+    spent = sum(after[:4]) - sum(before[:4])
+    return result, time.perf_counter() - started, spent
+
+
+def speed(options: argparse.Namespace) -> None:
+    """Print rows a second of both ways."""
+    rng, known, renderer = random.Random(2), words(), renderer_of()
+    rows = [row_of(rng, known, options.tokens, options.turns) for _ in range(options.rows)]
+    job = Job("demonstrations")
+
+    def in_processes(count: int) -> TokenRows:
+        fresh = ChatRenderer(renderer.tokenizer)
+        return TokenRows([chunk for chunk, _ in tokenised(rows, fresh, job, count)])
+
+    def kept(folder: str) -> TokenRows:
+        fresh = ChatRenderer(renderer.tokenizer)
+        return TokenCache(Path(folder)).tokens(rows_digest(rows), lambda: rows, fresh, job, 0).rows
+
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "one by one, twice": lambda: one_by_one(rows, renderer.tokenizer),
+            "once, 1 process": lambda: in_processes(1),
+            f"once, {options.processes} processes": lambda: in_processes(options.processes),
+            "once, kept on disk": lambda: kept(folder),
+            "read again": lambda: kept(folder),
+        }
+        expected, lists = None, 0
+        for name, work in ways.items():
+            found, wall, spent = seconds_of(work)
+            expected = expected or found
+            assert list(found) == list(expected), name
+            tokens = sum(len(ids) for ids, _ in found)
+            if isinstance(found, TokenRows):
+                size = found.num_bytes
+            else:  # as Python holds them: a pointer and an integer above 256 for each id, a pointer for each mask
+                lists = sum(sys.getsizeof(ids) + sum(28 for i in ids if i > 256) + sys.getsizeof(m) for ids, m in found)
+                size = lists
+            print(f"{name:22} {len(rows) / wall:9,.0f} rows/s {len(rows) / spent:9,.0f} rows/s of a processor "
+                  f"{size / tokens:6.1f} bytes/token, {tokens / len(rows):.0f} tokens/row", flush=True)  # fmt: skip
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Write the file, and read it in a process of its own."""
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rows.jsonl"
+    rng, known = random.Random(3), words()
+    with path.open("w") as file:
+        for _ in range(options.memory):
+            file.write(json.dumps(row_of(rng, known, options.tokens, options.turns)) + "\n")
+    print(f"{options.memory:,} rows, {path.stat().st_size / 2**30:.2f} GiB of text", flush=True)
+    command = [sys.executable, __file__, "--read", str(path), "--processes", str(options.processes)]
+    for _ in range(2):  # the second time the token ids are there
+        subprocess.run(command, check=True)
+
+
+def read(options: argparse.Namespace) -> None:
+    """One reading, and batches of some of the rows."""
+    torch.set_num_threads(options.processes)
+    renderer, path = renderer_of(), Path(options.read)
+    print(f"peak {peak():.2f} GiB before the first row", flush=True)
+    split, wall, spent = seconds_of(
+        lambda: conversations(path, 0.1, renderer, CONTEXT, 0, "all", path.parent / "tokens")
+    )
+    rows = split.train
+    print(f"{len(rows):,} rows to train on, {len(split.heldout):,} held out, {rows.num_tokens:,} tokens; "
+          f"{wall:.0f} s, {spent:.0f} s of processors; peak {peak():.2f} GiB, largest child {peak(True):.2f}",
+          flush=True)  # fmt: skip
+    order = DataOrder(len(rows), 32, 0)
+    for _ in range(min(len(rows), 100_000) // 32):
+        some = [rows[index] for index in order.next()]
+        make_batches([TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in some], 4096, 0, packing=True)
+    print(f"peak {peak():.2f} GiB after batches", flush=True)
+
+
+def peak(children: bool = False) -> float:
+    """Largest resident memory so far in GiB."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in (("rows", 4000), ("tokens", 300), ("turns", 1), ("processes", 2), ("memory", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", default="")
+    parser.add_argument("--read", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    (read if options.read else memory if options.memory else speed)(options)
+
+
+if __name__ == "__main__":
+    main()

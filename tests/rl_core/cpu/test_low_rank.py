@@ -1,0 +1,74 @@
+"""Adapters' products over spans of tokens: values, gradients, and independence of the other spans."""
+
+import pytest
+import torch
+
+from rl_core.cpu import gemm
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
+
+OUTPUTS = [(0, 40), (40, 57)]  # two layers side by side
+
+
+def spans_of(seed, *given):
+    """(start, stop, rank, updated layers) -> spans with random factors."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for start, stop, rank, layers in given:
+        columns = [OUTPUTS[layer] for layer in layers]
+        downs = [torch.randn(rank, 24, generator=generator) for _ in columns]
+        ups = [torch.randn(end - begin, rank, generator=generator) for begin, end in columns]
+        found.append(AdapterSpan(start, stop, columns, 0.5 + rank, downs, ups))
+    return found
+
+
+def computed(x, out, grad, spans):
+    out = out.clone()
+    lows = add_low_rank(out, x, spans)
+    return out, lows, *low_rank_grads(grad, x, lows, spans, with_x=True)
+
+
+def tensors(seed=0, rows=300):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, size, generator=generator) for size in (24, 57, 57))
+
+
+def test_values_and_gradients_are_those_of_float64(way):
+    x, out, grad = tensors()
+    spans = spans_of(1, (0, 5, 3, [0, 1]), (5, 290, 9, [1]), (290, 291, 1, [0]))  # tokens 291.. have no adapter
+    found, _, grad_x, grads = computed(x, out, grad, spans)
+    leaf, expected = x.double().requires_grad_(), out.double()
+    factors = [[f.double().requires_grad_() for f in (*span.downs, *span.ups)] for span in spans]
+    parts = []
+    for span, own in zip(spans, factors, strict=True):
+        for index, (begin, end) in enumerate(span.columns):
+            down, up = own[index], own[len(span.columns) + index]
+            update = torch.zeros_like(expected)
+            update[span.start : span.stop, begin:end] = span.scale * leaf[span.start : span.stop] @ down.t() @ up.t()
+            parts.append(update)
+    expected = expected + sum(parts)
+    expected.backward(grad.double())
+    wanted = [leaf.grad, *(factor.grad for own in factors for factor in own)]
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-3) and not grad_x[291:].any()
+    for ours, true in zip([grad_x, *grads], wanted, strict=True):
+        assert float((ours - true).abs().max()) < 1e-5 * (1 + float(true.abs().max()))
+
+
+def test_a_span_gets_the_bits_of_the_span_alone(way):
+    if gemm.load() is None:
+        pytest.skip("MKL's order of sums follows the place of an operand in memory; runs are not batched there")
+    if way == "torch":  # each span's products are calls of their own there
+        return
+    x, out, grad = tensors(2)
+    given = [(0, 37, 4, [0, 1]), (37, 290, 16, [1]), (290, 300, 1, [0, 1])]
+    together = spans_of(3, *given)
+    found, lows, grad_x, grads = computed(x, out, grad, together)
+    taken = 0
+    for span, low in zip(together, lows, strict=True):
+        size, part = span.stop - span.start, slice(span.start, span.stop)
+        alone = AdapterSpan(0, size, span.columns, span.scale, span.downs, span.ups)
+        own = computed(x[part].clone(), out[part].clone(), grad[part].clone(), [alone])
+        count = 2 * len(span.columns)
+        assert torch.equal(own[0], found[part]) and torch.equal(own[1][0], low) and torch.equal(own[2], grad_x[part])
+        assert all(torch.equal(a, b) for a, b in zip(own[3], grads[taken : taken + count], strict=True))
+        taken += count
+    assert taken == len(grads)
