@@ -33,24 +33,24 @@ def grow(path):
 def test_a_file_that_grows_while_its_rows_are_read(data):
     before = input_digest(data)
 
-    def length(row):
+    def check(rows):
         if len(data.read_text().splitlines()) == 20:
             grow(data)
-        return 1
+        return [""] * len(rows)
 
     with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
-        records.read_demonstrations(data, token_length=length, context=9)
-    whole = records.read_demonstrations(data, token_length=length, context=9)
+        records.read_demonstrations(data, check_rows=check)
+    whole = records.read_demonstrations(data, check_rows=check)
     assert len(whole.rows) == 21 and whole.digest == input_digest(data) != before
 
 
 def test_a_row_that_was_half_there_is_not_blamed(data):
-    def length(row):
+    def check(rows):
         data.write_text(line(1) + line(2)[:-9])
-        return 1
+        return ["is cut off"] * len(rows)
 
     with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
-        records.read_demonstrations(data, token_length=length, context=9)
+        records.read_demonstrations(data, check_rows=check)
 
 
 def test_a_file_that_grew_after_the_stage_got_its_key(data, tmp_path, monkeypatch):
