@@ -228,7 +228,11 @@ def test_a_pipeline_of_ones_own(tmp_path, posttrain, edit, code, said):
 @pytest.mark.timeout(1800)
 def test_slices_of_a_pipeline_that_ships(posttrain):
     """SIGTERM after every 30 s; the smallest pipeline, made long enough for several slices."""
-    sets = ("stages.sft.max_steps=600", "stages.sft.checkpoint_every=20", "stages.policy.checkpoint_every=1")
+    sets = (
+        "stages.sft.max_steps=1500", "stages.sft.epochs=200", "stages.sft.checkpoint_every=20",
+        "stages.reward_model=null", "stages.policy.rewards={task: 1.0}", "stages.policy.checkpoint_every=1",
+        "stages.analyze=null",
+    )  # fmt: skip
     done = posttrain("verify-resume", "test", "--slices", "30", *(part for value in sets for part in ("--set", value)))
     assert done.returncode == 0 and "the same to the last bit" in done.stdout, done.stdout + done.stderr
     said = re.search(
