@@ -73,10 +73,10 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:9] == ["init", "convert", "data", "run", "retrain", "validate", "stage", "why", "profile"]
-    assert names[9:14] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[14:20] == ["up", "down", "status", "ui", "monitor", "runs"]
-    assert names[20:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names[:10] == ["init", "convert", "data", "run", "sweep", "retrain", "validate", "stage", "why", "profile"]
+    assert names[10:15] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[15:22] == ["up", "down", "status", "ui", "monitor", "runs", "compare"]
+    assert names[22:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
         [],
         ["fly"],
         ["run"],
-        ["stage", "sfft", "x.yaml"],
+        ["stage", "SFT!", "x.yaml"],
         ["evaluate", "model"],
         ["promote", "--version", "0", "-c", "x.yaml"],
         ["ui", "--mlflow-port", "70000"],
