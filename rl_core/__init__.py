@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         RecordsError,
         ResumeRefused,
         RewardError,
+        ServiceError,
         SettingsError,
         StageTimeout,
         Stopped,
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
         RewardSettings,
         RollbackSettings,
         SamplingSettings,
+        ServiceEngineSettings,
         Settings,
         SFTSettings,
         TeacherSettings,
@@ -175,6 +177,8 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "Settings",
+    "ServiceEngineSettings",
+    "ServiceError",
     "SettingsError",
     "StageTimeout",
     "Step",
@@ -243,7 +247,7 @@ _HOME = {
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
         "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
-        "SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
+        "ServiceError SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.readers": (
@@ -256,7 +260,8 @@ _HOME = {
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
         "PolicySettings PreferenceSettings RegexSettings "
-        "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings Settings "
+        "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings "
+        "ServiceEngineSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",

@@ -17,7 +17,7 @@ class Tracking:
     def start_run(self, name, folder, **options):
         self.started.append((name, folder, options))
         return SimpleNamespace(
-            run_id="parent", folder=folder, set_tags=lambda tags: self.set.append(dict(tags)),
+            run_id="parent", folder=folder, beside=[], set_tags=lambda tags: self.set.append(dict(tags)),
             set_tag=lambda name, value: self.set.append({name: value}),
             close=lambda status, timeout_s: self.set.append((status, timeout_s)),
         )  # fmt: skip
@@ -29,7 +29,7 @@ def tracker_of(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # n
     settings = from_dict({"name": "t", "output": str(tmp_path), "stages": {"sft": {}}}, check_files=False)
     tracking, shown = Tracking(), []
     made = PipelineTracker(
-        tracking, settings, options, started="2026-01-02 03:04:05", resumed=resumed,
+        tracking, settings, options, home=tmp_path / "t", started="2026-01-02 03:04:05", resumed=resumed,
         on_progress=lambda *progress: shown.append(progress),
     )  # fmt: skip
     return made, tracking, shown

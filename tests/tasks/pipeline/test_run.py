@@ -32,7 +32,7 @@ def without_store(monkeypatch):
     closed = []
 
     class Tracker:
-        def __init__(self, tracking, settings, options, *, started, resumed, on_progress):
+        def __init__(self, tracking, settings, options, *, home, started, resumed, on_progress):
             self.parent = SimpleNamespace(folder=tracking.output / "t" / "runs" / "1", run_id="p")
             self.parent.folder.mkdir(parents=True, exist_ok=True)
             self.resumed = resumed

@@ -49,7 +49,8 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
         [sample(reward=9.0, advantage=0.75, is_replayed=True)],
         [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
     ]
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, groups)
+    no_code = SimpleNamespace(advantages=None)  # of the user's
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None, own=no_code), settings, groups)
     buffer.estimate_advantages()
     # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
     expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
