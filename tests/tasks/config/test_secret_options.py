@@ -50,8 +50,8 @@ def test_texts_of_secret_options_are_masked_and_nothing_else(settings):
 
 def test_no_secret_is_written_by_a_run(settings, tmp_path):
     tracker = PipelineTracker(
-        Tracking(None, tmp_path), settings, RunOptions(), home=tmp_path / "t", started="2026-11-22 10:00:00", resumed=False,
-        on_progress=lambda *_: None,
+        Tracking(None, tmp_path), settings, RunOptions(), home=tmp_path / "t", started="2026-11-22 10:00:00",
+        resumed=False, on_progress=lambda *_: None,
     )  # fmt: skip
     tracker.log_settings(1)
     tracker.close("FINISHED")

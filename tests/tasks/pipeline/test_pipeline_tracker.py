@@ -17,7 +17,7 @@ class Tracking:
     def start_run(self, name, folder, **options):
         self.started.append((name, folder, options))
         return SimpleNamespace(
-            run_id="parent", folder=folder, beside=[], set_tags=lambda tags: self.set.append(dict(tags)),
+            name=name, run_id="parent", folder=folder, beside=[], set_tags=lambda tags: self.set.append(dict(tags)),
             set_tag=lambda name, value: self.set.append({name: value}),
             close=lambda status, timeout_s: self.set.append((status, timeout_s)),
         )  # fmt: skip
