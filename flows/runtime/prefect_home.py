@@ -9,7 +9,9 @@ import contextlib
 import ctypes
 import errno
 import functools
+import importlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -23,10 +25,14 @@ from rl_core.errors import BackendError
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import REMEDIES, make_folder
 
-__all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
+__all__ = [
+    "PREFECT_PORT", "leave_global_generator", "prefect_environment", "prefect_defaults", "prepare_prefect",
+    "start_embedded_server",
+]  # fmt: skip
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LEAST_BYTES = 5_000_000  # of Prefect's database and its log
+_DRAWING = ("prefect.utilities.math", "websockets.client", "websockets.asyncio.connection")  # waits, pings
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -73,6 +79,7 @@ def prefect_defaults() -> Iterator[None]:
     from prefect.logging.configuration import setup_logging
     from prefect.settings import get_current_settings, temporary_settings
 
+    leave_global_generator()
     given = get_current_settings().model_dump(exclude_unset=True)
     missing = {
         setting: value
@@ -89,6 +96,18 @@ def prefect_defaults() -> Iterator[None]:
         with patch.dict(os.environ, {**handlers, **os.environ}):  # no settings: read from the environment alone
             setup_logging()
         yield
+
+
+def leave_global_generator() -> None:
+    """Have Prefect's client draw waits and pings from a generator of its own, in this process and for good.
+
+    It would draw from Python's global one, whenever its threads come to it: rewards and environments of the user's that
+    draw from `random` as well would not give the same numbers again.
+    """
+    for name in _DRAWING:
+        module = importlib.import_module(name)
+        if getattr(module, "random", None) is random:
+            setattr(module, "random", random.Random())  # noqa: B010 mypy knows the module there
 
 
 def _embedded_access() -> dict[str, str]:

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 from crash.servers import prefect_server
 
+from flows.runtime.prefect_home import leave_global_generator
+
 
 @pytest.fixture(scope="session")
 def prefect_address() -> Iterator[str]:
-    """Address of the server's API."""
+    """Address of the server's API. The client's threads outlive the tests that asked for it: they draw no numbers."""
+    leave_global_generator()
     with prefect_server() as api:
         yield api
 

@@ -1,5 +1,7 @@
 """Prefect's defaults for a script that imported Prefect before this project."""
 
+import importlib
+import random
 import shutil
 import subprocess
 import sys
@@ -44,3 +46,24 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
         prefect_home._refuse_full_disk(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
     assert prefect_home._refuse_full_disk(tmp_path) is None
+
+
+def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_user_s_code(monkeypatch):
+    """A reward that draws from `random` gave other numbers after each ping of the client's connection."""
+    modules = [importlib.import_module(name) for name in prefect_home._DRAWING]
+    for module in modules:
+        monkeypatch.setattr(module, "random", random)
+    math, client, connection = modules
+
+    def drawn():
+        random.seed(0)
+        math.poisson_interval(1.0)
+        next(client.backoff())
+        connection.random.getrandbits(32)  # the payload of a ping
+        return random.random()
+
+    random.seed(0)
+    first = random.random()
+    assert drawn() != first
+    prefect_home.leave_global_generator()
+    assert drawn() == first
