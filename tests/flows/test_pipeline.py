@@ -283,7 +283,7 @@ BACK = ["rollback={metric: completion_tokens, window: 1, margin: 0.001, patience
     [
         pytest.param("loop.stepped:4:kill", [], marks=pytest.mark.slow),  # as "threads auto" below, with a curriculum
         pytest.param("pointer.written:2:kill", [], marks=pytest.mark.slow),
-        ("loop.stepped:4:kill", PPO),
+        pytest.param("loop.stepped:4:kill", PPO, marks=pytest.mark.slow),  # resumed from disk: test_every_saved_item
         pytest.param("loop.stepped:6:kill", BACK, marks=pytest.mark.slow),
     ],
 )
