@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.analysis.trajectories import read_trajectories as iter_trajectories
 from rl_core.data.files import MAX_LINE
 from rl_core.errors import DataError
-from rl_core.storage.checked_lines import Line, intact, report_damage
+from rl_core.storage.checked_lines import Line, intact, read_again, report_damage
 from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if len(line) == MAX_LINE and not line.endswith(b"\n"):
                 raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB")
             start, place = place, place + len(line)
+            if line.endswith(b"\n") and not intact(line):
+                line = read_again(file, line, start)
             if line.endswith(b"\n") and not intact(line):
                 report_damage(path, Line(None, start, place, f"line {number}, damaged (its checksum does not match)"))
                 continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from rl_core.storage.checked_lines import intact
+from rl_core.storage.checked_lines import has_checksum, parse, read_again
 from rl_core.storage.own_files import plain_file
 
 __all__ = ["Tail", "last_rows", "read_json"]
@@ -33,6 +33,7 @@ class Tail:
         self.num_bad = 0  # complete lines that were no JSON object
         self.modified = 0.0  # seconds since the epoch; 0 = never seen
         self._inode = 0
+        self._has_checksums = False
 
     @property
     def fraction(self) -> float:
@@ -45,33 +46,33 @@ class Tail:
             with open(self.path, "rb", opener=plain_file) as file:
                 found = os.fstat(file.fileno())
                 if found.st_size < self.offset or (self._inode and found.st_ino != self._inode):
-                    self.offset, self.restarts = 0, self.restarts + 1
+                    self.offset, self.restarts, self._has_checksums = 0, self.restarts + 1, False
                 self._inode, self.size, self.modified = found.st_ino, found.st_size, found.st_mtime
                 if found.st_size == self.offset:
                     return []
-                file.seek(self.offset)
-                block = file.read(limit)
+                block = os.pread(file.fileno(), limit, self.offset)
+                end = block.rfind(b"\n") + 1
+                if end or len(block) < limit:
+                    return self._parse(file, block[:end])
         except OSError:
             return []
-        end = block.rfind(b"\n") + 1
-        if not end and len(block) == limit:  # one line longer than the limit
-            return self._skip(block) if limit >= MAX_LINE else self.read(4 * limit)
-        self.offset += end
-        return self._parse(block[:end])
+        return self._skip(block) if limit >= MAX_LINE else self.read(4 * limit)  # one line longer than the limit
 
     def _skip(self, block: bytes) -> list[dict[str, Any]]:
         self.offset += len(block)
         self.num_bad += 1
         return []
 
-    def _parse(self, block: bytes) -> list[dict[str, Any]]:
+    def _parse(self, file: BinaryIO, block: bytes) -> list[dict[str, Any]]:
         rows = []
-        for line in block.splitlines():
-            try:
-                row = json.loads(line) if intact(line) else None
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
+        for line in block.splitlines(keepends=True):
+            row, problem = parse(line, self._has_checksums)
+            if problem:
+                line = read_again(file, line, self.offset)
+                row, _ = parse(line, self._has_checksums)
+            self._has_checksums = self._has_checksums or has_checksum(line)
+            self.offset += len(line)
+            if row is not None:
                 rows.append(row)
             else:
                 self.num_bad += 1
@@ -89,15 +90,8 @@ def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
         return []
     if size > limit:
         block = block[block.find(b"\n") + 1 :]  # the first line is cut
-    rows = []
-    for line in filter(intact, block[: block.rfind(b"\n") + 1].splitlines()):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    rows = [parse(line)[0] for line in block[: block.rfind(b"\n") + 1].splitlines()]
+    return [row for row in rows if row is not None]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,14 +12,25 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rl_core.storage.single_files import replacing
 
-__all__ = ["Line", "copy_intact", "intact", "read_checked", "report_damage", "sealed"]
+__all__ = [
+    "Line",
+    "copy_intact",
+    "has_checksum",
+    "intact",
+    "parse",
+    "read_again",
+    "read_checked",
+    "report_damage",
+    "sealed",
+]
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +65,56 @@ def intact(line: bytes) -> bool:
     return found is None or found == b"%08x" % zlib.crc32(line.rstrip(b"\n")[:-_LENGTH])
 
 
+def has_checksum(line: bytes) -> bool:
+    """Whether a line ends with a checksum, right or wrong."""
+    return _checksum(line) is not None
+
+
+def parse(line: bytes, has_checksums: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """A complete line's record, without its checksum, and its problem: (None, why) if it is damaged or no object.
+
+    `has_checksums`: an earlier line of the file has one, so that this one must.
+    """
+    if has_checksums and not has_checksum(line):
+        return None, "damaged (it has no checksum, as lines before it have)"
+    if not intact(line):
+        return None, "damaged (its checksum does not match its bytes)"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return None, f"unreadable ({error})"
+    if not isinstance(record, dict):
+        return None, "unreadable (not an object)"
+    if has_checksum(line):
+        del record["crc"]
+    return record, ""
+
+
 def read_checked(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Line]:
     """Complete lines from byte `offset` (a line's beginning) to `end`; a torn last one is left out."""
     if not path.is_file():  # a pipe would be waited for
         return
     with path.open("rb") as file:
-        has_checksums = offset > 0 and _checksum(file.readline()) is not None
+        has_checksums = offset > 0 and has_checksum(file.readline())
         file.seek(offset)
         for line in file:
             start, offset = offset, offset + len(line)
             if not line.endswith(b"\n") or (end is not None and offset > end):
                 return
-            record, problem = _parse(line, has_checksums)
-            has_checksums = has_checksums or _checksum(line) is not None
+            record, problem = parse(line, has_checksums)
+            if problem:
+                line = read_again(file, line, start)
+                record, problem = parse(line, has_checksums)
+            has_checksums = has_checksums or has_checksum(line)
             yield Line(record, start, offset, problem)
+
+
+def read_again(file: BinaryIO, line: bytes, start: int) -> bytes:
+    """The bytes where `line` was read: others, if its writer cut off a torn line and wrote on during the reading.
+
+    Such a line begins with bytes of the torn one and ends with those of the one that replaced it.
+    """
+    return os.pread(file.fileno(), len(line), start)
 
 
 def copy_intact(source: Path, target: Path) -> list[Line]:
@@ -104,19 +151,3 @@ def _checksum(line: bytes) -> bytes | None:
     """The checksum that a line has; None without one."""
     tail = line.rstrip(b"\n")[-_LENGTH:]
     return tail[len(_KEY) : -2] if tail.startswith(_KEY) and tail.endswith(b'"}') else None
-
-
-def _parse(line: bytes, has_checksums: bool) -> tuple[dict[str, Any] | None, str]:
-    if has_checksums and _checksum(line) is None:
-        return None, "damaged (it has no checksum, as lines before it have)"
-    if not intact(line):
-        return None, "damaged (its checksum does not match its bytes)"
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return None, f"unreadable ({error})"
-    if not isinstance(record, dict):
-        return None, "unreadable (not an object)"
-    if _checksum(line) is not None:
-        del record["crc"]
-    return record, ""

@@ -4,10 +4,12 @@ import json
 import os
 import threading
 
+import pytest
 import torch
 
 from flows.monitor.tail import Tail, read_json
 from rl_core.errors import CheckpointError
+from rl_core.storage.checked_lines import read_checked, sealed
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
 from tasks.tracking.journal import LineLog
@@ -98,3 +100,47 @@ def test_a_number_is_never_given_twice(tmp_path):
     assert store.load_latest()["loop"] == {"iteration": 1}
     assert store.save({"loop": {"iteration": 3}}) == 3
     assert store.versions() == [1, 3] and store.load_latest()["loop"] == {"iteration": 3}
+
+
+@pytest.mark.parametrize("torn", [1, 12, 20])
+def test_a_line_that_is_cut_off_and_replaced_during_the_reading(tmp_path, monkeypatch, torn):
+    """The kernel may hand out bytes of a torn line and, behind them, those of the line that replaced it."""
+    path = tmp_path / "metrics.jsonl"
+    _write(path, [1, 2])
+    whole = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(sealed({"number": 9, "text": "torn"})[:torn])
+    read, calls = os.pread, []
+
+    def overtaken(fd, length, offset):
+        if calls:
+            return read(fd, length, offset)
+        calls.append(offset)
+        first = read(fd, length, offset)
+        _write(path, [3, 4])
+        return first + read(fd, length - len(first), offset + len(first))
+
+    tail = Tail(path)
+    monkeypatch.setattr(os, "pread", overtaken)
+    assert [row["number"] for row in tail.read()] == [1, 2, 3, 4]
+    assert tail.num_bad == 0 and tail.offset == path.stat().st_size > whole
+
+
+@pytest.mark.parametrize("torn", [1, 12, 20])
+def test_checked_lines_that_are_cut_off_and_replaced_during_the_reading(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    _write(path, [1, 2])
+    with path.open("ab") as file:
+        file.write(sealed({"number": 9, "text": "torn"})[:torn])
+    lines = read_checked(path)
+    seen = [next(lines)]  # the whole file is in the reader's buffer, the torn line included
+    _write(path, [3, 4])
+    seen += list(lines)
+    assert [line.record for line in seen] == [{"number": number} for number in (1, 2, 3, 4)]
+
+
+def _write(path, numbers):
+    log = LineLog(path)
+    for number in numbers:
+        log.append({"number": number})
+    os.close(log._fd)
