@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rl_core.errors import SettingsError, nearest
 
-__all__ = ["import_named", "is_file"]
+__all__ = ["as_finite", "import_function", "import_named", "is_file"]
 
 _SUFFIX = ".py"
 
@@ -41,6 +43,29 @@ def import_named(path: str, key: str) -> Any:
         known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise SettingsError(f"{key}: no function '{name}' there; {nearest(name, known)}")
     return found
+
+
+def import_function(path: str, key: str) -> Callable[..., Any]:
+    """The function at an import path; `key`: the setting that holds it, for messages.
+
+    Raises: SettingsError as `import_named`, and for what is no import path or cannot be called.
+    """
+    if ":" not in path:
+        raise SettingsError(f"{key}: '{path}' is no import path; write package.module:name, or file.py:name")
+    found = import_named(path, key)
+    if not callable(found):
+        raise SettingsError(f"{key}: '{path}' is a {type(found).__name__}, expected a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def as_finite(value: Any) -> float | None:
+    """What a user's function gave, as a number; None where it is none, or not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _run_file(path: str) -> ModuleType:

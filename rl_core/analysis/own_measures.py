@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.importing import import_named
+from rl_core.importing import as_finite, import_function
 from rl_core.types import Trajectory
 
 __all__ = ["OwnMeasure", "own_measures"]
@@ -31,11 +30,8 @@ class OwnMeasure:
             raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
         if value is None:
             return None
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
+        number = as_finite(value)
+        if number is None:
             raise DataError(f"{place} gave {value!r}; a finite number, or None, is expected")
         return number
 
@@ -50,11 +46,7 @@ def own_measures(paths: Sequence[str], taken: Collection[str] = ()) -> list[OwnM
     found: list[OwnMeasure] = []
     for index, path in enumerate(paths):
         key = f"measures.{index}"
-        if ":" not in path:
-            raise SettingsError(f"{key}: '{path}' is no import path; write package.module:name, or file.py:name")
-        function = import_named(path, key)
-        if not callable(function):
-            raise SettingsError(f"{key}: '{path}' is a {type(function).__name__}, expected a function")
+        function = import_function(path, key)
         try:
             inspect.signature(function).bind(None)
         except TypeError as error:

@@ -18,7 +18,7 @@ from rl_core.api.recipes.policy_gradient import distillation
 from rl_core.api.recipes.policy_gradient import policy_gradient as policy_gradient_recipe
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
 from rl_core.api.teacher_source import make_teacher
-from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
+from rl_core.api.training import Training, folder_of, settings_of_kind, training_of
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
@@ -175,29 +175,12 @@ def policy_gradient(
         record=_record(folder),
         own=own,
     )
-    fingerprint = run_fingerprint(
-        settings.algorithm,
-        settings,
-        seed,
-        model=model_name(model),
-        chat=policy.renderer.digest,
-        environment={"name": acting.name, "class": type(acting).__qualname__},
-        prompts=digest,
-        reward=parts.fingerprint() if parts is not None else {},
-        code=code_digests(settings, own),
-    )
-    return Training(
-        settings.algorithm,
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder,
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    return training_of(
+        settings.algorithm, recipe, settings, policy, source=model, seed=seed,
+        output=output, tracker=tracker, callbacks=callbacks,
+        environment={"name": acting.name, "class": type(acting).__qualname__}, prompts=digest,
+        reward=parts.fingerprint() if parts is not None else {}, code=code_digests(settings, own),
+    )  # fmt: skip
 
 
 def distill(
@@ -239,28 +222,12 @@ def distill(
         evaluator=_validation(policy, acting, settings.policy(), seed, {}),
         record=_record(folder),
     )
-    fingerprint = run_fingerprint(
-        "distill",
-        settings,
-        seed,
-        model=model_name(model),
-        chat=policy.renderer.digest,
+    return training_of(
+        "distill", recipe, settings, policy, source=model, seed=seed,
+        output=output, tracker=tracker, callbacks=callbacks,
         teacher=model_name(teacher) if teacher is not None else "",
-        environment={"name": acting.name, "class": type(acting).__qualname__},
-        prompts=digest,
-    )
-    return Training(
-        "distill",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder,
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+        environment={"name": acting.name, "class": type(acting).__qualname__}, prompts=digest,
+    )  # fmt: skip
 
 
 def _rewards_of(

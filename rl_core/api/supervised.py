@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rl_core.api.data import conversations, preference_pairs
-from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
-from rl_core.api.recipes import Recipe
+from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, on_device_of
 from rl_core.api.recipes.preference import preference
 from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
 from rl_core.api.recipes.sft import sft as sft_recipe
-from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
+from rl_core.api.training import Training, folder_of, settings_of_kind, training_of
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import SettingsError
@@ -60,8 +59,8 @@ def sft(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on, _tokens_folder(output))
     recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
-    return _training(
-        "sft", recipe, settings, policy.model, policy, run=(model, rows.digest, seed),
+    return training_of(
+        "sft", recipe, settings, policy, source=model, seed=seed, data=rows.digest,
         output=output, tracker=tracker, callbacks=callbacks,
     )  # fmt: skip
 
@@ -98,8 +97,8 @@ def dpo(
         data, heldout, policy.renderer, policy.context, seed, settings.loss, _tokens_folder(output)
     )
     recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
-    return _training(
-        "dpo", recipe, settings, policy.model, policy, run=(model, pairs.digest, seed),
+    return training_of(
+        "dpo", recipe, settings, policy, source=model, seed=seed, data=pairs.digest,
         output=output, tracker=tracker, callbacks=callbacks,
     )  # fmt: skip
 
@@ -131,32 +130,9 @@ def reward_model(
         data, heldout, policy.renderer, policy.context, seed, "reward_model", _tokens_folder(output)
     )
     recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
-    return _training(
-        "reward_model", recipe, settings, classifier, policy, run=(model, pairs.digest, seed),
+    return training_of(
+        "reward_model", recipe, settings, policy, source=model, seed=seed, data=pairs.digest, model=classifier,
         output=output, tracker=tracker, callbacks=callbacks,
-    )  # fmt: skip
-
-
-def _training(
-    algorithm: str,
-    recipe: Recipe[T],
-    settings: SFTSettings | RewardModelSettings | PreferenceSettings,
-    trained: PreTrainedModel,
-    policy: Policy,
-    *,
-    run: tuple[ModelSource, str, int],
-    output: str | Path | None,
-    tracker: TrackerSource,
-    callbacks: Sequence[Callback],
-) -> Training[T]:
-    """The training of a recipe. `run`: the model that it starts from, the digest of its data, and its seed."""
-    source, digest, seed = run
-    fingerprint = run_fingerprint(
-        algorithm, settings, seed, model=model_name(source), chat=policy.renderer.digest, data=digest
-    )
-    return Training(
-        algorithm, recipe, settings, trained, policy.tokenizer, fingerprint, folder_of(output), tracker, callbacks,
-        renderer=policy.renderer,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_core.api.evaluation import generate
-from rl_core.api.policy import Policy
+from rl_core.api.policy import ModelSource, Policy, model_name
 from rl_core.api.recipes import Recipe
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Training", "folder_of", "run_fingerprint", "settings_of_kind"]
+__all__ = ["Training", "folder_of", "settings_of_kind", "training_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +182,37 @@ class Training(Generic[T]):
         return generate(self.policy, prompts, samples=samples, sampling=sampling, seed=seed)
 
 
-def run_fingerprint(algorithm: str, settings: LoopSettings, seed: int, **others: Any) -> dict[str, Any]:
-    """Fingerprint that must match for a checkpoint to be resumed: settings, seed, and the digests handed in."""
-    plain = dataclasses.asdict(settings)
+def training_of(
+    algorithm: str,
+    recipe: Recipe[T],
+    settings: LoopSettings,
+    policy: Policy,
+    *,
+    source: ModelSource,
+    seed: int,
+    output: str | Path | None,
+    tracker: TrackerSource,
+    callbacks: Sequence[Callback],
+    model: PreTrainedModel | None = None,
+    **digests: Any,
+) -> Training[T]:
+    """The training of a recipe, with what a checkpoint must agree with to be resumed.
+
+    Args:
+        source: the model that it starts from, as the caller named it.
+        model: what is trained, if it is not the policy's.
+        digests: of data, rewards and code, by name.
+    """
     free = FREE + (LENGTHS if getattr(settings, "schedule", None) == "constant" else ())
-    kept = {name: value for name, value in plain.items() if name not in free}
-    return {"algorithm": algorithm, "settings": kept, "seed": seed, **others}
+    kept = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
+    fingerprint = {
+        "algorithm": algorithm, "settings": kept, "seed": seed, "model": model_name(source),
+        "chat": policy.renderer.digest, **digests,
+    }  # fmt: skip
+    return Training(
+        algorithm, recipe, settings, policy.model if model is None else model, policy.tokenizer, fingerprint,
+        folder_of(output), tracker, callbacks, renderer=policy.renderer,
+    )  # fmt: skip
 
 
 def settings_of_kind(settings: S | None, kind: type[S]) -> S:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
-from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.importing import import_named
+from rl_core.importing import as_finite, import_function
 from rl_core.metrics import MetricHistory
 from rl_core.settings import ExitCondition
 
@@ -19,7 +16,7 @@ def check_function(condition: ExitCondition) -> None:
     """Import a condition's function, if it names one. Raises: SettingsError where it cannot be called."""
     if condition.function is None:
         return
-    function = _found(condition.function)
+    function = import_function(condition.function, "function")
     try:
         inspect.signature(function).bind({}, **condition.options)
     except TypeError as error:
@@ -40,25 +37,12 @@ def own_statistic(condition: ExitCondition, history: MetricHistory) -> float | N
     assert condition.function is not None
     values = {name: history.values(name, condition.window) for name in history.names}
     try:
-        value = _found(condition.function)(values, **condition.options)
+        value = import_function(condition.function, "function")(values, **condition.options)
     except Exception as error:  # a user's function may raise anything
         raise SettingsError(f"function: '{condition.function}' raised {type(error).__name__}: {error}") from error
     if value is None:
         return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = as_finite(value)
+    if number is None:
         raise SettingsError(f"function: '{condition.function}' gave {value!r}; a number, or None, is expected")
     return number
-
-
-def _found(path: str) -> Callable[..., Any]:
-    if ":" not in path:
-        raise SettingsError(f"function: '{path}' is no import path; write package.module:name, or file.py:name")
-    function = import_named(path, "function")
-    if not callable(function):
-        raise SettingsError(f"function: '{path}' is a {type(function).__name__}, expected a function")
-    found: Callable[..., Any] = function
-    return found

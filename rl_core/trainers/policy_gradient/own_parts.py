@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.importing import import_named
+from rl_core.importing import import_function
 from rl_core.settings import PolicySettings
 
 __all__ = ["OwnAdvantages", "OwnLoss", "OwnParts", "own_parts"]
@@ -139,14 +139,11 @@ class OwnAdvantages:
 
 
 def _found(key: str, name: str, function: Function | None) -> Function:
-    found = function
-    if found is None:
-        if ":" not in name:
-            raise SettingsError(f"{key}: '{name}' is no import path; write package.module:name, or file.py:name")
-        found = import_named(name, key)
-    if not callable(found):
-        raise SettingsError(f"{key}: '{name}' is a {type(found).__name__}, expected a function")
-    return found
+    if function is None:
+        return import_function(name, key)
+    if not callable(function):
+        raise SettingsError(f"{key}: '{name}' is a {type(function).__name__}, expected a function")
+    return function
 
 
 def _check_call(
