@@ -1,0 +1,1 @@
+"""Training service above the engine: HTTP server, durable store, engine process."""
