@@ -59,7 +59,7 @@ LEVELS = {
     ],
     "flows": [
         {"runtime", "parameters"},
-        {"monitor", "operations", "post_training", "verification"},
+        {"monitor", "operations", "post_training", "service", "verification"},
         {"evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
