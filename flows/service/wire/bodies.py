@@ -14,7 +14,7 @@ from rl_core.errors import ServiceError
 __all__ = [
     "Body", "CancelFuture", "CopyWeights", "CreateModelBody", "CreateSamplingSession", "CreateSession", "FinishSession",
     "GetInfo", "Heartbeat", "JoinSamplingSession", "LoadWeightsBody", "OptimStepBody", "Prompt", "RetrieveFuture",
-    "RetrieveFutures", "SampleBody", "SaveExternal", "SaveForSampler", "SaveWeightsBody", "SearchSessions", "SetProject",
+    "RetrieveFutures", "SampleBody", "SaveExternalBody", "SaveForSamplerBody", "SaveWeightsBody", "SearchSessions", "SetProject",
     "SetTtl", "TensorBody", "UnloadModelBody", "WeightsInfo", "read_body",
 ]  # fmt: skip
 
@@ -148,7 +148,7 @@ class SaveWeightsBody(Body):
     user_metadata: Tags | None = None
 
 
-class SaveForSampler(Body):
+class SaveForSamplerBody(Body):
     """Weights for samplers: named, or for one sampling session."""
 
     model_id: Id
@@ -160,7 +160,7 @@ class SaveForSampler(Body):
     user_metadata: Tags | None = None
 
 
-class SaveExternal(Body):
+class SaveExternalBody(Body):
     """Weights as files for other programs."""
 
     model_id: Id

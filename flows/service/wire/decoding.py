@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from flows.service.commands import Command, LoadWeights, OpenSampler, SaveForSampler, SaveWeights, UnloadModel
 from flows.service.wire.arrays import DenseBudget, read_tensor, tokens_of
 from flows.service.wire.bodies import (
     CreateModelBody,
@@ -16,21 +16,19 @@ from flows.service.wire.bodies import (
     LoadWeightsBody,
     Optimizer,
     OptimStepBody,
-    SaveExternal,
-    SaveForSampler,
+    SaveExternalBody,
+    SaveForSamplerBody,
     SaveWeightsBody,
     read_body,
 )
 from flows.service.wire.message_table import message
 from flows.service.wire.sample_bodies import decode_sample
-from flows.service.wire.saving import Evaluate, LoadWeights, PublishSampler, SaveWeights, UnloadModel
 from flows.service.wire.tinker_paths import TinkerPath, check_name, parse_path
 from rl_core.errors import ServiceError
 from rl_core.service.requests import (
     AdamParameters,
     AdapterConfig,
     CreateModel,
-    CreateSampler,
     Datum,
     ForwardBackward,
     OptimizerKind,
@@ -38,20 +36,16 @@ from rl_core.service.requests import (
     SampleRequest,
 )
 
-__all__ = ["Facts", "Request", "forward_backward_head", "decode"]
+__all__ = ["Facts", "decode"]
 
 Facts = Mapping[str, Any]  # decided by the server at acceptance; see `decode`
-Request: TypeAlias = (
-    CreateModel | ForwardBackward | OptimStep | SaveWeights | PublishSampler | LoadWeights | CreateSampler
-    | SampleRequest | UnloadModel | Evaluate
-)  # fmt: skip
 
 _FAMILIES: dict[str, OptimizerKind] = {"adamw": "adamw", "adam": "adamw", "dimuon": "muon", "muon": "muon"}
 
 
 def decode(
     kind: str, payload: bytes, content_type: Literal["json", "protobuf"], facts: Facts, target: str
-) -> Request:
+) -> Command:
     """A request as plain data.
 
     Args:
@@ -170,57 +164,45 @@ def _optim_step(payload: bytes, facts: Facts, target: str) -> OptimStep:
 
 def _save_weights(payload: bytes, facts: Facts, target: str) -> SaveWeights:
     body = read_body(SaveWeightsBody, payload)
-    return SaveWeights(
-        path=TinkerPath(target, "weights", check_name(body.path or f"checkpoint-{body.seq_id:06d}")),
-        overwrite=body.overwrite,
-        ttl_seconds=body.ttl_seconds,
-        user_metadata=body.user_metadata or {},
-    )
+    path = TinkerPath(target, "weights", check_name(body.path or f"checkpoint-{body.seq_id:06d}"))
+    return SaveWeights(model_id=target, path=str(path), overwrite=body.overwrite, ttl_seconds=body.ttl_seconds)
 
 
-def _save_weights_for_sampler(payload: bytes, facts: Facts, target: str) -> SaveWeights | PublishSampler:
-    body = read_body(SaveForSampler, payload)
+def _save_weights_for_sampler(payload: bytes, facts: Facts, target: str) -> SaveForSampler:
+    body = read_body(SaveForSamplerBody, payload)
     if body.path is None:
-        return PublishSampler(model_id=target, sampler_id=str(facts["sampling_session_id"]), kind=body.kind)
+        sampler_id = str(facts["sampling_session_id"])
+        return SaveForSampler(model_id=target, sampler_id=sampler_id, kind=body.kind, ttl_seconds=body.ttl_seconds)
     if body.kind != "snapshot":
         raise ServiceError("save_weights_for_sampler: weights with a name are a snapshot; leave out path", "user")
-    return SaveWeights(
-        path=TinkerPath(target, "sampler_weights", check_name(body.path)),
-        overwrite=True,
-        ttl_seconds=body.ttl_seconds,
-        user_metadata=body.user_metadata or {},
-    )
+    path = TinkerPath(target, "sampler_weights", check_name(body.path))
+    return SaveForSampler(model_id=target, path=str(path), ttl_seconds=body.ttl_seconds)
 
 
 def _save_weights_external(payload: bytes, facts: Facts, target: str) -> SaveWeights:
-    body = read_body(SaveExternal, payload)
+    body = read_body(SaveExternalBody, payload)
     if body.age_encryption_recipients:
         raise ServiceError("save_weights_external: age_encryption_recipients is not supported", "user")
     path = TinkerPath(target, "external_weights", check_name(body.path))
-    return SaveWeights(path=path, ttl_seconds=body.ttl_seconds)
+    return SaveWeights(model_id=target, path=str(path), ttl_seconds=body.ttl_seconds, external=True)
 
 
 def _load_weights(payload: bytes, facts: Facts, target: str) -> LoadWeights:
     body = read_body(LoadWeightsBody, payload)
-    if body.weights_access_token is not None:
-        raise ServiceError("load_weights: weights_access_token is not supported; publish the checkpoint", "user")
     path = parse_path(body.path)
     if path.kind == "external_weights":
         raise ServiceError(f"load_weights: {path} is for other programs; load from weights or sampler_weights", "user")
     if body.optimizer and path.kind != "weights":
         raise ServiceError(f"load_weights: {path} holds no optimizer state; load it with optimizer=false", "user")
-    family = _family(body.optimizer_config)
-    return LoadWeights(
-        model_id=target, path=path, optimizer=body.optimizer, is_new=body.session_id is not None, optimizer_kind=family
-    )
+    _family(body.optimizer_config)
+    return LoadWeights(model_id=target, path=str(path), optimizer=body.optimizer)
 
 
-def _create_sampler(payload: bytes, facts: Facts, target: str) -> CreateSampler:
-    """The sampler of a sampling session; `folder` is a path of saved weights, which the worker finds a folder for."""
+def _create_sampler(payload: bytes, facts: Facts, target: str) -> OpenSampler:
     body = read_body(CreateSamplingSession, payload)
     if body.model_path is not None:
-        return CreateSampler(sampler_id=target, folder=str(parse_path(body.model_path)))
-    return CreateSampler(sampler_id=target, base=body.base_model)
+        return OpenSampler(sampler_id=target, path=str(parse_path(body.model_path)))
+    return OpenSampler(sampler_id=target, base=body.base_model)
 
 
 def _sample(payload: bytes, facts: Facts, target: str) -> SampleRequest:
@@ -231,17 +213,8 @@ def _unload_model(payload: bytes, facts: Facts, target: str) -> UnloadModel:
     return UnloadModel(model_id=target)
 
 
-def _evaluate(payload: bytes, facts: Facts, target: str) -> Evaluate:
-    try:
-        body = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise ServiceError(f"evaluate: the body is no JSON ({error})", "user") from None
-    if not isinstance(body, dict):
-        raise ServiceError("evaluate: the body is no JSON object", "user")
-    return Evaluate(model_id=target, body=body)
 
-
-_DECODERS: dict[str, Callable[[bytes, Facts, str], Request]] = {
+_DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
     "create_model": _create_model,
     "forward_backward": _forward_backward,
     "optim_step": _optim_step,
@@ -252,5 +225,4 @@ _DECODERS: dict[str, Callable[[bytes, Facts, str], Request]] = {
     "create_sampler": _create_sampler,
     "sample": _sample,
     "unload_model": _unload_model,
-    "evaluate": _evaluate,
 }

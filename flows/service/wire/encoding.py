@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
 
+from flows.service.commands import Result, SamplerOpened
 from flows.service.wire.arrays import DTYPES, add_records, write_tensor
 from flows.service.wire.bodies import SampleBody, TensorBody, read_body
 from flows.service.wire.message_table import STOP_REASONS, message
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult, TopLogprobs
 
-__all__ = ["Answer", "encode"]
-
-Answer = ForwardBackwardResult | OptimStepResult | SampleResult | Mapping[str, Any]
+__all__ = ["encode"]
 
 
-def encode(kind: str, answer: Answer, payload: bytes = b"") -> tuple[bytes, Literal["json", "protobuf"]]:
+def encode(kind: str, answer: Result, payload: bytes = b"") -> tuple[bytes, Literal["json", "protobuf"]]:
     """The body of a result, and its type.
 
     Args:
         kind: `RequestKind` of the store.
-        answer: of the engine, or a JSON object: {"model_id"} of create_model, {"path"} of those that save,
-            {"sampling_session_id"} of a published sampler, {"path", "model_id"} of load_weights.
         payload: body of the request; the layout of a sampling request's answer depends on it.
     """
     if isinstance(answer, ForwardBackwardResult):
@@ -36,7 +33,9 @@ def encode(kind: str, answer: Answer, payload: bytes = b"") -> tuple[bytes, Lite
         # JSON has no NaN; a metric without a value is left out
         found = {name: float(value) for name, value in answer.metrics.items() if math.isfinite(value)}
         return json.dumps({"metrics": found}).encode(), "json"
-    return json.dumps({"type": kind, **answer}).encode(), "json"
+    if isinstance(answer, SamplerOpened):
+        return json.dumps({"type": kind, "sampling_session_id": answer.sampler_id}).encode(), "json"
+    return json.dumps({"type": kind, **asdict(answer)}).encode(), "json"
 
 
 def _forward_backward(answer: ForwardBackwardResult) -> bytes:
