@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -80,9 +80,9 @@ async def accept(
 
 
 async def accept_training(
-    server: Server, request: Request, kind: RequestKind, facts: Mapping[str, Any] | None = None
-) -> tuple[StoredRequest, bytes]:
-    """Store a JSON request of a training run's order.
+    server: Server, request: Request, kind: RequestKind, facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {}
+) -> StoredRequest:
+    """Store a JSON request of a training run's order; `facts` are made of payload and run.
 
     Once it is known whose it is and where it stands, it is accepted, whatever else is wrong with it: the client has used
     its number, and would wait for ever behind a hole. The fault is then its result.
@@ -91,8 +91,7 @@ async def accept_training(
     payload = await whole_payload(server, request)
     head = read_body(TrainingHead, payload)
     await server.own_target(caller, head.model_id)
-    taken = await accept(server, request, caller, kind, head.model_id, head.seq_id, payload, facts or {})
-    return taken, payload
+    return await accept(server, request, caller, kind, head.model_id, head.seq_id, payload, facts(payload, head.model_id))
 
 
 def promise(taken: StoredRequest, **more: Any) -> JSONResponse:
