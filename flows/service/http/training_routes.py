@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flows.service.http.callers import Server, server_of, session_of
-from flows.service.http.promises import accept, accept_training, json_body, new_seed, promise, whole_payload
 from flows.service.http.payloads import read_payload
+from flows.service.http.promises import accept, accept_training, json_body, new_seed, promise, whole_payload
 from flows.service.http.refusals import Refused
 from flows.service.store import ApiKey, CheckpointRecord
 from flows.service.wire.bodies import CreateModelBody, GetInfo, LoadWeightsBody, SaveForSamplerBody, read_body
@@ -83,7 +83,7 @@ async def _forward_backward(request: Request) -> Response:
     caller = await server.caller(request)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
         raise Refused(415, f"forward_backward takes {PROTOBUF} (SDK 0.25 and newer)")
-    payload = await read_payload(request, server.settings.max_body_bytes)
+    payload = await read_payload(request, server.settings.server.max_body_bytes)
     try:
         model_id, seq = forward_backward_head(payload.body, is_whole=not payload.refused)
     except ServiceError as error:
@@ -91,9 +91,7 @@ async def _forward_backward(request: Request) -> Response:
     await server.own_target(caller, model_id)
     facts = {"refused": payload.refused} if payload.refused else {}
     body = b"" if payload.refused else payload.body
-    taken = await accept(
-        server, request, caller, "forward_backward", model_id, seq, body, facts, is_protobuf=True
-    )
+    taken = await accept(server, request, caller, "forward_backward", model_id, seq, body, facts, is_protobuf=True)
     return promise(taken, model_id=model_id)
 
 

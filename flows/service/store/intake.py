@@ -96,7 +96,9 @@ class Intake:
 
     def _check_place(self, connection: sa.Connection, new: NewRequest) -> None:
         """Refuse a training request of a run that is not there, or one that was computed long ago."""
-        run = connection.execute(sa.select(_runs.c.next_seq, _runs.c.state).where(_runs.c.model_id == new.target)).first()
+        run = connection.execute(
+            sa.select(_runs.c.next_seq, _runs.c.state).where(_runs.c.model_id == new.target)
+        ).first()
         if run is None and new.seq != 0:
             raise ServiceError(f"model_id: there is no training run '{new.target}'", "user")
         if run is not None and new.seq < run.next_seq:
@@ -113,7 +115,9 @@ class Intake:
             mine = (_requests.c.owner == owner) & _requests.c.state.in_(_OPEN)
             waiting = connection.scalar(sa.select(sa.func.count()).select_from(_requests).where(mine)) or 0
             if waiting >= key.queue:
-                raise OverLimit(f"{waiting} requests of this key wait (limit {key.queue}); fetch or cancel", FEW_SECONDS)
+                raise OverLimit(
+                    f"{waiting} requests of this key wait (limit {key.queue}); fetch or cancel", FEW_SECONDS
+                )
         if key is None or key.requests_per_minute is None:
             return
         minute, passed = int(now // 60), (now % 60) / 60
@@ -140,31 +144,58 @@ class Intake:
             row = connection.execute(sa.select(_requests).where(_requests.c.request_id == request_id)).first()
         return None if row is None else stored(row)
 
+    def result(self, request_id: str) -> StoredRequest | None:
+        """A request with its answer, without its payload."""
+        light = [column for column in _FIELDS if column.name != "payload"]
+        with self._database.reading() as connection:
+            row = connection.execute(sa.select(*light).where(_requests.c.request_id == request_id)).first()
+        return None if row is None else StoredRequest(**{c.name: row._mapping[c] for c in light}, payload=b"")
+
     def finish_cursor(self) -> int:
         """The cursor for `finished_since` from now on."""
         counters = tables.counters
         with self._database.reading() as connection:
             return connection.scalar(sa.select(counters.c.value).where(counters.c.name == "finished")) or 0
 
-    def finished_since(self, cursor: int, limit: int = 1000) -> tuple[list[str], int]:
-        """Ids of requests that became final after `cursor`, in that order, and the next cursor.
+    def finished_since(self, cursor: int, limit: int = 1000) -> tuple[list[tuple[str, str]], int]:
+        """(request id, target) of requests that became final after `cursor`, in that order, and the next cursor.
 
         Wait with `changes` and `wait_for_change`; take the number of `changes` before this list.
         """
         place = _requests.c.finish_place
         with self._database.reading() as connection:
             rows = connection.execute(
-                sa.select(_requests.c.request_id, place).where(place > cursor).order_by(place).limit(limit)
+                sa.select(_requests.c.request_id, _requests.c.target, place)
+                .where(place > cursor)
+                .order_by(place)
+                .limit(limit)
             ).all()
-        return [row.request_id for row in rows], (rows[-1].finish_place if rows else cursor)
+        return [(row.request_id, row.target) for row in rows], (rows[-1].finish_place if rows else cursor)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop answers that were fetched; that they were there stays known for a while (see `Work.expire`)."""
+    def finished_of(
+        self, target: str, first: int, last: int, cursor: int, limit: int = 1000
+    ) -> tuple[list[tuple[str, str, int]], int]:
+        """(request id, state, bytes of the answer) of a sampler's samples that became final after `cursor`, and the
+        next cursor. `first`, `last`: bounds of their sequence ids.
+        """
+        place = _requests.c.finish_place
+        mine = (_requests.c.target == target) & (_requests.c.line == "sample") & _requests.c.seq.between(first, last)
+        size = sa.func.length(_requests.c.answer).label("size")
+        query = sa.select(_requests.c.request_id, _requests.c.state, size, place).where(mine, place > cursor)
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(place).limit(limit)).all()
+        found = [(row.request_id, row.state, row.size or 0) for row in rows]
+        return found, (rows[-1].finish_place if rows else cursor)
+
+    def forget(self, request_ids: Iterable[str], owner: str | None = None) -> None:
+        """Drop answers that were fetched (of one owner); that they were there stays known (see `Work.expire`)."""
         ids = list(request_ids)
         if not ids:
             return
         with self._database.writing() as connection:
             chosen = _requests.c.request_id.in_(ids) & _requests.c.finished.is_not(None)
+            if owner is not None:
+                chosen &= _requests.c.owner == owner
             connection.execute(_requests.update().where(chosen).values(forgotten=True, answer=None))
 
     def cancel(self, request_id: str) -> bool:

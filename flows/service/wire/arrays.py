@@ -20,7 +20,7 @@ __all__ = ["DenseBudget", "add_records", "read_tensor", "tokens_of", "write_tens
 
 MOST_DENSE = 1 << 26  # cells of all sparse tensors of one request together, made dense
 _BFLOAT16 = DTYPES["bfloat16"]
-_NUMPY = {
+_NUMPY: dict[int, np.dtype[Any]] = {
     DTYPES["float32"]: np.dtype("<f4"),
     DTYPES["int64"]: np.dtype("<i8"),
     DTYPES["int32"]: np.dtype("<i4"),
