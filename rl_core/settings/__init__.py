@@ -35,7 +35,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.service import ServiceEngineSettings
+from rl_core.settings.service import ServiceEngineSettings, ServiceSettings, ServiceWorkerSettings
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -88,6 +88,8 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "ServiceEngineSettings",
+    "ServiceSettings",
+    "ServiceWorkerSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",
