@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
-__all__ = ["ServiceEngineSettings", "ServiceSettings", "ServiceWorkerSettings"]
+__all__ = ["ServiceEngineSettings", "ServiceServerSettings", "ServiceSettings", "ServiceWorkerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,36 @@ class ServiceWorkerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServiceServerSettings(Settings):
+    """The HTTP server: address, bounds of requests, waiting."""
+
+    host: str = setting("127.0.0.1", doc="loopback address to listen on; 127.0.0.1, ::1 or localhost")
+    port: int = setting(8123, ge=1, le=65_535, doc="port to listen on")
+    max_body_bytes: int = setting(
+        64 * 2**20, ge=1024, le=2**31, doc="largest body of a request, before and after decompression"
+    )
+    poll_seconds: float = setting(25.0, gt=0.0, le=40.0, doc="for so long a request for a result is held")
+    fetched_seconds: float = setting(
+        600.0, ge=0.0, le=1e9, doc="for so long a fetched result may be fetched again before it is forgotten"
+    )
+    url_seconds: float = setting(3600.0, gt=0.0, le=1e9, doc="life of the signed addresses of exported weights")
+
+    def check(self) -> None:
+        """The server is for this machine; a tunnel or a proxy with TLS leads to it."""
+        if self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise SettingsError(
+                f"host: {self.host!r} is not loopback; other machines reach the service through an SSH tunnel"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceSettings(Settings):
-    """The training service: its folder, store, engine and worker."""
+    """The training service: its folder, store, server, engine and worker."""
 
     folder: str = setting("outputs/service", doc="folder of the store, snapshots and saved weights")
     store: str = setting("", doc="URL of the store: sqlite:///FILE or postgresql://...; left out: a file in the folder")
     mlflow: str = setting("", doc="MLflow server or store of the model registry; left out: a store in the folder")
+    server: ServiceServerSettings = setting(ServiceServerSettings(), doc="the HTTP server")
     engine: ServiceEngineSettings = setting(ServiceEngineSettings(), doc="the engine")
     worker: ServiceWorkerSettings = setting(ServiceWorkerSettings(), doc="the process that computes")
 

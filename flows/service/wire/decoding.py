@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from flows.service.commands import Command, LoadWeights, OpenSampler, SaveForSampler, SaveWeights, UnloadModel
 from flows.service.wire.arrays import DenseBudget, read_tensor, tokens_of
@@ -21,7 +20,7 @@ from flows.service.wire.bodies import (
     SaveWeightsBody,
     read_body,
 )
-from flows.service.wire.message_table import message
+from flows.service.wire.heads import parse_forward_backward
 from flows.service.wire.sample_bodies import decode_sample
 from flows.service.wire.tinker_paths import TinkerPath, check_name, parse_path
 from rl_core.errors import ServiceError
@@ -90,26 +89,6 @@ def _create_model(payload: bytes, facts: Facts, target: str) -> CreateModel:
         )
     optimizer = _family(body.optimizer_config) or "adamw"
     return CreateModel(model_id=target, base=body.base_model, adapter=adapter, optimizer=optimizer, seed=seed)
-
-
-def parse_forward_backward(payload: bytes) -> Any:
-    """The protobuf message. Raises: ServiceError (user) for bytes that are none."""
-    found = message("ForwardBackwardRequest")
-    try:
-        found.ParseFromString(payload)
-    except (DecodeError, ValueError) as error:
-        raise ServiceError(f"forward_backward: the body is no ForwardBackwardRequest ({error})", "user") from None
-    return found
-
-
-def forward_backward_head(payload: bytes) -> tuple[str, int]:
-    """Training run and place in its order. Raises: ServiceError (user)."""
-    found = parse_forward_backward(payload)
-    if not found.model_id:
-        raise ServiceError("forward_backward: model_id is missing", "user")
-    if found.seq_id < 1:
-        raise ServiceError(f"forward_backward: seq_id is {found.seq_id}, expected 1 or more", "user")
-    return found.model_id, found.seq_id
 
 
 def _forward_backward(payload: bytes, facts: Facts, target: str) -> ForwardBackward:
