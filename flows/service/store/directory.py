@@ -138,6 +138,18 @@ class Directory:
         """Forget a sampler. False = there was none."""
         return self._change(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
+    def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
+        """Samplers without a path that nobody has used since `before`, or since `ended_before` in a finished session."""
+        ended = sa.exists().where(
+            _sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before
+        )
+        used = _samplers.c.touched
+        query = sa.select(_samplers).where(
+            _samplers.c.path.is_(None), (used < before) | (ended & (used < ended_before))
+        )
+        with self._database.reading() as connection:
+            return [as_record(SamplerRecord, row) for row in connection.execute(query)]
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def checkpoint(self, path: str) -> CheckpointRecord | None:

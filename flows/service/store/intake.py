@@ -18,7 +18,8 @@ from rl_core.storage.faults import fault
 
 __all__ = ["Intake", "finish_place", "stored"]
 
-_requests, _runs, _minutes, _keys = tables.requests, tables.runs, tables.minutes, tables.keys
+_requests, _runs, _samplers = tables.requests, tables.runs, tables.samplers
+_minutes, _keys = tables.minutes, tables.keys
 _OPEN = ("waiting", "running")
 _FIELDS = [column for column in _requests.c if column.name not in ("line", "digest", "finish_place")]
 FEW_SECONDS = 5.0  # to come again where a queue is full
@@ -85,7 +86,8 @@ class Intake:
                 )
             )  # fmt: skip
         else:
-            connection.execute(_runs.update().where(_runs.c.model_id == new.target).values(touched=now))
+            table, name = (_runs, _runs.c.model_id) if line == "training" else (_samplers, _samplers.c.sampler_id)
+            connection.execute(table.update().where(name == new.target).values(touched=now))
         values = dict(
             request_id=f"r-{secrets.token_hex(12)}", kind=new.kind, line=line, owner=new.owner,
             session_id=new.session_id, target=new.target, seq=new.seq, payload=new.payload, digest=new.digest,
