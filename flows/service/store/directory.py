@@ -140,9 +140,7 @@ class Directory:
 
     def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
         """Samplers without a path that nobody has used since `before`, or since `ended_before` in a finished session."""
-        ended = sa.exists().where(
-            _sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before
-        )
+        ended = sa.exists().where(_sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before)
         used = _samplers.c.touched
         query = sa.select(_samplers).where(
             _samplers.c.path.is_(None), (used < before) | (ended & (used < ended_before))

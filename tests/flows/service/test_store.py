@@ -119,7 +119,9 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
     failure = ServiceError("bad base", "user")
     store.finish([Outcome(request_id=made.request_id, answer=failure, run={"state": "failed"})])
     store.finish([(step.request_id, DONE), (made.request_id, DONE)])  # the second is final already
-    ids, after = store.finished_since(cursor)
+    found, after = store.finished_since(cursor)
+    assert [target for _, target in found] == [drawn.target, made.target, step.target]
+    ids = [request_id for request_id, _ in found]
     assert ids == [drawn.request_id, made.request_id, step.request_id] and store.finished_since(after) == ([], after)
     assert store.wait_for_change(seen, 0.0) != seen
     found = store.request(made.request_id)
@@ -167,6 +169,7 @@ def test_payloads_stay_until_two_snapshots_hold_them(store):
 
 def test_limits_of_a_key(store, clock):
     key, _ = store.create_key("small", queue=2, requests_per_minute=4)
+
     def mine(seq):
         return dataclasses.replace(sample("s", seq), owner=key.key_id)
 
@@ -230,7 +233,9 @@ def test_lists_of_sessions_runs_and_checkpoints(store, clock):
     clock.now += 1
     store.create_session("two", "key-2", {})
     page = store.sessions(limit=1)
-    assert (page.total, page.items[0].session_id) == (2, "two") and store.sessions("key-1").items[0].facts == {"tags": ["a"]}
+    assert (page.total, page.items[0].session_id) == (2, "two") and store.sessions("key-1").items[0].facts == {
+        "tags": ["a"]
+    }
     assert store.touch_session("one") and store.finish_session("one", {"reason": "success"})
     assert not store.touch_session("one") and not store.finish_session("one") and not store.touch_session("none")
     assert store.session("one").facts == {"tags": ["a"], "reason": "success"}
@@ -287,7 +292,10 @@ def test_on_postgresql(clock):
         assert [one.request_id for one in second.ready()] == [one.request_id for one in requests]
         assert second.cancel(requests[3].request_id)
         finish(second, *requests[:3])
-        assert first.finished_since(0)[0] == [requests[3].request_id, *(one.request_id for one in requests[:3])]
+        assert [request_id for request_id, _ in first.finished_since(0)[0]] == [
+            requests[3].request_id,
+            *(one.request_id for one in requests[:3]),
+        ]
         first.cover("r", 1, steps=0)
         first.cover("r", 2, steps=1)
         assert [bool(one.payload) for one in second.history("r", -1)] == [False, False, True]
