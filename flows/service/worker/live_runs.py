@@ -195,8 +195,8 @@ class LiveRuns:
         fails = request.state == "failed"
         if request.state == "cancelled" or (fails and not _forgets_gradient(request)):
             return False
-        command = decode(request.kind, request.payload, request.content_type, request.facts, request.target)
         try:
+            command = decode(request.kind, request.payload, request.content_type, request.facts, request.target)
             answer = self._compute(command, request.owner)
         except ServiceError as error:
             if not fails:
