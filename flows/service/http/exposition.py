@@ -1,4 +1,4 @@
-"""Prometheus' text format, and quantiles of few numbers."""
+"""Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Sample", "exposition", "quantile"]
+__all__ = ["Sample", "exposition"]
 
 PREFIX = "posttrain_"
 
@@ -46,9 +46,3 @@ def exposition(samples: Sequence[Sample]) -> str:
             lines.append(f"{PREFIX}{name}{{{labels}}} {_number(sample.value)}" if labels
                          else f"{PREFIX}{name} {_number(sample.value)}")  # fmt: skip
     return "\n".join(lines) + "\n"
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """The smallest value that a share `q` of all is not above. values: not empty."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]

@@ -12,14 +12,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from flows.service.http.callers import Server, server_of
 from flows.service.http.checkpoint_routes import own_run
-from flows.service.http.exposition import Sample, exposition, quantile
+from flows.service.http.exposition import Sample, exposition
 from flows.service.http.future_routes import own_result
 from flows.service.http.refusals import Refused
+from flows.service.queue_stats import KindStats, kind_stats
 from flows.service.store import StoredRequest
 
 __all__ = ["add_own_routes"]
 
-QUANTILES = (0.5, 0.9, 0.99)
 RECENT = 1000  # finished requests that quantiles are taken over
 
 
@@ -46,16 +46,6 @@ class RequestList(BaseModel):
     requests: list[RequestStatus]
 
 
-class KindStats(BaseModel):
-    """Requests of one kind: how many wait and run, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
-
-    waiting: int
-    running: int
-    finished: int
-    waited_seconds: dict[str, float]
-    served_seconds: dict[str, float]
-
-
 class QueueStats(BaseModel):
     """The queue of one training run."""
 
@@ -73,22 +63,6 @@ def status_of(found: StoredRequest) -> RequestStatus:
         started=found.started, finished=found.finished, waited_seconds=waited, served_seconds=served,
         answer_bytes=len(found.answer or b""), error=found.error, category=found.category,
     )  # fmt: skip
-
-
-def kind_stats(depths: dict[str, dict[str, int]], timings: list[tuple[str, float, float]]) -> dict[str, KindStats]:
-    """Statistics by kind of open and finished requests."""
-    found = {}
-    for kind in sorted({*depths, *(kind for kind, _, _ in timings)}):
-        waits = [waited for one, waited, _ in timings if one == kind]
-        serves = [served for one, _, served in timings if one == kind]
-        found[kind] = KindStats(
-            waiting=depths.get(kind, {}).get("waiting", 0),
-            running=depths.get(kind, {}).get("running", 0),
-            finished=len(waits),
-            waited_seconds={f"{q}": quantile(waits, q) for q in QUANTILES} if waits else {},
-            served_seconds={f"{q}": quantile(serves, q) for q in QUANTILES} if serves else {},
-        )
-    return found
 
 
 def add_own_routes(app: FastAPI, server: Server) -> None:

@@ -30,7 +30,8 @@ async def read_payload(request: Request, most: int) -> Payload:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "", "zstd"):
         raise Refused(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd or none")
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size <= most or not parts:
