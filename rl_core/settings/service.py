@@ -49,14 +49,23 @@ class ServiceWorkerSettings(Settings):
     """Durability and memory of the process that computes, and lifetimes of what it leaves."""
 
     snapshot_steps: int = setting(
-        10, ge=1, le=1_048_576, doc="updates of a run between two snapshots; after a kill at most that many are repeated"
+        10,
+        ge=1,
+        le=1_048_576,
+        doc="updates of a run between two snapshots; after a kill at most that many are repeated",
     )
     snapshot_seconds: float = setting(
         60.0, ge=0.0, le=1e6, doc="a changed run that has none for so long is saved, too; 0: after every request"
     )
-    idle_seconds: float = setting(3600.0, gt=0.0, le=1e9, doc="a run unused for so long leaves memory until it is asked")
-    samplers_in_memory: int = setting(64, ge=1, le=1_048_576, doc="samplers in memory; others come back from their folder")
-    batch_requests: int = setting(256, ge=1, le=65_536, doc="requests of one kind given to the engine together, at most")
+    idle_seconds: float = setting(
+        3600.0, gt=0.0, le=1e9, doc="a run unused for so long leaves memory until it is asked"
+    )
+    samplers_in_memory: int = setting(
+        64, ge=1, le=1_048_576, doc="samplers in memory; others come back from their folder"
+    )
+    batch_requests: int = setting(
+        256, ge=1, le=65_536, doc="requests of one kind given to the engine together, at most"
+    )
     result_seconds: float = setting(86_400.0, gt=0.0, le=1e9, doc="lifetime of an answer that nobody fetches")
     memory_seconds: float = setting(
         3600.0, gt=0.0, le=1e9, doc="for so long a repeated request is still known after its answer is forgotten"

@@ -37,7 +37,9 @@ class Database:
         try:
             parsed = sa.make_url(url)
         except ArgumentError:  # its message would repeat a password
-            raise SettingsError("store: is no URL; write sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME") from None
+            raise SettingsError(
+                "store: is no URL; write sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+            ) from None
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if not self.is_sqlite and parsed.get_backend_name() != "postgresql":
             raise SettingsError(f"store: {parsed.drivername} is not supported; use sqlite or postgresql")

@@ -111,7 +111,9 @@ class Directory:
         model_id: str | None = None,
     ) -> Page[SamplerRecord]:
         """Samplers, the newest first."""
-        query = _owned(sa.select(_samplers).order_by(_samplers.c.created.desc(), _samplers.c.sampler_id), _samplers, owner)
+        query = _owned(
+            sa.select(_samplers).order_by(_samplers.c.created.desc(), _samplers.c.sampler_id), _samplers, owner
+        )
         if session_id is not None:
             query = query.where(_samplers.c.session_id == session_id)
         if model_id is not None:
@@ -124,9 +126,7 @@ class Directory:
 
     def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
         """Samplers without a path that nobody has used since `before`, or since `ended_before` in a finished session."""
-        ended = sa.exists().where(
-            _sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before
-        )
+        ended = sa.exists().where(_sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before)
         used = _samplers.c.touched
         query = sa.select(_samplers).where(
             _samplers.c.path.is_(None), (used < before) | (ended & (used < ended_before))

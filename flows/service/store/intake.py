@@ -98,7 +98,9 @@ class Intake:
 
     def _check_place(self, connection: sa.Connection, new: NewRequest) -> None:
         """Refuse a training request of a run that is not there, or one that was computed long ago."""
-        run = connection.execute(sa.select(_runs.c.next_seq, _runs.c.state).where(_runs.c.model_id == new.target)).first()
+        run = connection.execute(
+            sa.select(_runs.c.next_seq, _runs.c.state).where(_runs.c.model_id == new.target)
+        ).first()
         if run is None and new.seq != 0:
             raise ServiceError(f"model_id: there is no training run '{new.target}'", "user")
         if run is not None and new.seq < run.next_seq:
@@ -115,7 +117,9 @@ class Intake:
             mine = (_requests.c.owner == owner) & _requests.c.state.in_(_OPEN)
             waiting = connection.scalar(sa.select(sa.func.count()).select_from(_requests).where(mine)) or 0
             if waiting >= key.queue:
-                raise OverLimit(f"{waiting} requests of this key wait (limit {key.queue}); fetch or cancel", FEW_SECONDS)
+                raise OverLimit(
+                    f"{waiting} requests of this key wait (limit {key.queue}); fetch or cancel", FEW_SECONDS
+                )
         if key is None or key.requests_per_minute is None:
             return
         minute, passed = int(now // 60), (now % 60) / 60

@@ -19,7 +19,18 @@ from sqlalchemy import (
     text,
 )
 
-__all__ = ["audit", "checkpoints", "counters", "keys", "metadata", "minutes", "requests", "runs", "samplers", "sessions"]
+__all__ = [
+    "audit",
+    "checkpoints",
+    "counters",
+    "keys",
+    "metadata",
+    "minutes",
+    "requests",
+    "runs",
+    "samplers",
+    "sessions",
+]
 
 FORMAT = 1  # a store of another format is refused
 metadata = MetaData()

@@ -1,14 +1,14 @@
 """Places of a service's files below its folder.
 
-    service.db                              the store, unless a setting names another
-    worker.lock                             held by the one worker
-    snapshots/RUN/                          newest states of a run, for replay
-    weights/RUN/weights/NAME                saved paths, with the optimizer
-    weights/RUN/sampler_weights/NAME        saved paths for samplers
-    weights/RUN/external_weights/NAME       Hugging Face or peft folders
-    weights/RUN/samplers/NAME               weights of samplers without a path
-    weights/RUN/published/SEQ               weights that in-flight samplers have
-    staging/                                model folders on their way to the registry
+service.db                              the store, unless a setting names another
+worker.lock                             held by the one worker
+snapshots/RUN/                          newest states of a run, for replay
+weights/RUN/weights/NAME                saved paths, with the optimizer
+weights/RUN/sampler_weights/NAME        saved paths for samplers
+weights/RUN/external_weights/NAME       Hugging Face or peft folders
+weights/RUN/samplers/NAME               weights of samplers without a path
+weights/RUN/published/SEQ               weights that in-flight samplers have
+staging/                                model folders on their way to the registry
 """
 
 from __future__ import annotations

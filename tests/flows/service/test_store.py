@@ -167,6 +167,7 @@ def test_payloads_stay_until_two_snapshots_hold_them(store):
 
 def test_limits_of_a_key(store, clock):
     key, _ = store.create_key("small", queue=2, requests_per_minute=4)
+
     def mine(seq):
         return dataclasses.replace(sample("s", seq), owner=key.key_id)
 
@@ -230,7 +231,9 @@ def test_lists_of_sessions_runs_and_checkpoints(store, clock):
     clock.now += 1
     store.create_session("two", "key-2", {})
     page = store.sessions(limit=1)
-    assert (page.total, page.items[0].session_id) == (2, "two") and store.sessions("key-1").items[0].facts == {"tags": ["a"]}
+    assert (page.total, page.items[0].session_id) == (2, "two") and store.sessions("key-1").items[0].facts == {
+        "tags": ["a"]
+    }
     assert store.touch_session("one") and store.finish_session("one", {"reason": "success"})
     assert not store.touch_session("one") and not store.finish_session("one") and not store.touch_session("none")
     assert store.session("one").facts == {"tags": ["a"], "reason": "success"}
