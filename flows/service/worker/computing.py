@@ -41,6 +41,8 @@ __all__ = ["Computing"]
 
 log = logging.getLogger(__name__)
 
+MOST_TRIES = 5  # then a request fails, and the others go on
+
 
 class Computing:
     """Engine, runs and samplers in memory, and the store that gets the answers."""
@@ -56,6 +58,7 @@ class Computing:
     ) -> None:
         self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
         self._runs, self._samplers = runs, samplers
+        self._tries: dict[str, int] = {}  # of requests that met a refusal
 
     def compute(self, chosen: Round, is_stopping: Callable[[], bool]) -> int:
         """One round; the number of requests that have an answer now. Raises: BackendError, OSError of the store."""
@@ -80,8 +83,6 @@ class Computing:
     def _single(self, request: StoredRequest) -> None:
         try:
             outcome = self._outcome(request)
-        except BackendError:
-            raise
         except Exception as error:
             outcome = self._failed(request, error)
         self._finish([(request, outcome)])
@@ -180,8 +181,6 @@ class Computing:
         for request in requests:
             try:
                 given.append((request, ready(request)))
-            except BackendError:
-                raise
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         try:
@@ -216,12 +215,18 @@ class Computing:
         return Outcome(request_id=request.request_id, answer=Answer(body, content_type), **more)
 
     def _failed(self, request: StoredRequest, error: Exception) -> Outcome:
-        """A failed request. What may have changed its run in part has not happened: the run comes back as before."""
+        """A failed request. What may have changed its run in part has not happened: the run comes back as before.
+
+        A store or disk that refuses is no fault of the request: it is raised, so that the worker tries again.
+        """
+        if isinstance(error, BackendError | OSError) and self._tries.setdefault(request.request_id, 1) < MOST_TRIES:
+            self._tries[request.request_id] += 1
+            raise error
         if not isinstance(error, ServiceError):
             log.exception("%s %s of %s", request.kind, request.request_id, request.target, exc_info=error)
             error = ServiceError(f"{type(error).__name__}: {first_line(error)}", "server")
         makes = request.kind in ("create_model", "load_weights")
-        if line_of(request.kind) == "training" and (makes or error.category == "server"):
+        if makes or (request.kind in ("forward_backward", "optim_step") and error.category == "server"):
             self._runs.drop(request.target)
         run = {"state": "failed"} if makes and request.seq == 0 else {}
         return Outcome(request_id=request.request_id, answer=error, run=run)

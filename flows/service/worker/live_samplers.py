@@ -34,14 +34,19 @@ class LiveSamplers:
 
     def need(self, sampler_id: str, others: set[str]) -> None:
         """Have a sampler in memory, if there is one; `others` stay. Raises: ServiceError."""
-        if sampler_id in self._live:
+        is_there = sampler_id in self._live
+        if is_there:
             self._live[sampler_id] = self._live.pop(sampler_id)
+        others = {*others, sampler_id}
+        while len(self._live) + (not is_there) > self._most and (
+            free := [one for one in self._live if one not in others]
+        ):
+            self._drop(free[0])
+        if is_there:
             return
         record = self._store.sampler(sampler_id)
         if record is None:
             return
-        while len(self._live) >= self._most and (free := [name for name in self._live if name not in others]):
-            self._drop(free[0])
         if record.kind == "inflight":
             run = self._store.run(str(record.model_id))
             published = None if run is None else run.published

@@ -7,6 +7,7 @@ from helpers.service_http import running_service
 
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory):
+    """A small Llama, untied, whose widths compiled code takes."""
     return make_base(tmp_path_factory.mktemp("service") / "base", tie_word_embeddings=False)
 
 
