@@ -41,9 +41,9 @@ async def _retrieve(request: Request) -> Response:
     body = await json_body(server, request, RetrieveFuture)
     with server.room.expecting(body.request_id) as event:
         found = await own_result(server, caller, body.request_id)
-        if not found.is_final and not server.room.is_over:
-            if await _within(event, server.settings.server.poll_seconds):
-                found = await own_result(server, caller, body.request_id)
+        waits = not found.is_final and not server.room.is_over
+        if waits and await _within(event, server.settings.server.poll_seconds):
+            found = await own_result(server, caller, body.request_id)
     return _result(server, found, body)
 
 

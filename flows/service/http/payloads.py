@@ -33,8 +33,8 @@ async def read_payload(request: Request, most: int) -> Payload:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size <= most:
-            parts.append(part)
+        if size <= most or not parts:
+            parts.append(part[: most + 1])
         elif size > MOST_DRAINED * most:
             break
     body = b"".join(parts)

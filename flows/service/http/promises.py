@@ -36,7 +36,7 @@ def new_seed() -> int:
 
 async def whole_payload(server: Server, request: Request) -> bytes:
     """A JSON body's bytes. Raises: Refused (413, 415)."""
-    payload = await read_payload(request, server.settings.max_body_bytes)
+    payload = await read_payload(request, server.settings.server.max_body_bytes)
     if payload.refused:
         raise Refused(413, payload.refused)
     return payload.body
@@ -80,22 +80,25 @@ async def accept(
 
 
 async def accept_training(
-    server: Server, request: Request, kind: RequestKind, facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {}
+    server: Server,
+    request: Request,
+    kind: RequestKind,
+    facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {},
 ) -> StoredRequest:
     """Store a JSON request of a training run's order; `facts` are made of payload and run.
 
-    Once it is known whose it is and where it stands, it is accepted, whatever else is wrong with it: the client has used
-    its number, and would wait for ever behind a hole. The fault is then its result.
+    Once it is known whose it is and where it stands, it is accepted, whatever else is wrong with it: the client has
+    used its number, and would wait for ever behind a hole. The fault is then its result.
     """
     caller = await server.caller(request)
     payload = await whole_payload(server, request)
     head = read_body(TrainingHead, payload)
     await server.own_target(caller, head.model_id)
-    return await accept(server, request, caller, kind, head.model_id, head.seq_id, payload, facts(payload, head.model_id))
+    return await accept(
+        server, request, caller, kind, head.model_id, head.seq_id, payload, facts(payload, head.model_id)
+    )
 
 
 def promise(taken: StoredRequest, **more: Any) -> JSONResponse:
     """The answer to an accepted request: where its result will be."""
     return JSONResponse({"request_id": taken.request_id, **more})
-
-

@@ -69,7 +69,7 @@ async def _join(request: Request) -> Response:
     caller = await server.caller(request)
     body = await json_body(server, request, JoinSamplingSession)
     await server.own_target(caller, body.sampling_session_id)
-    number = await server.ask(server.store.next_number, f"clones:{body.sampling_session_id}")
+    number = await server.ask(server.store.next_clone, body.sampling_session_id)
     return JSONResponse({"client_counter": number})
 
 

@@ -156,6 +156,11 @@ def texts(found: Any) -> dict[str, str]:
     return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in (found or {}).items()}
 
 
+def _status(session: SessionRecord) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = session.facts.get("status")
+    return {"type": "active"} if session.finished is None else found
+
+
 def _fits(session: SessionRecord, asked: SearchSessions) -> bool:
     facts = session.facts
     if asked.session_id is not None or asked.display_name is not None:
@@ -170,13 +175,15 @@ def _fits(session: SessionRecord, asked: SearchSessions) -> bool:
         return False
     if asked.statuses is None:
         return True
-    status = facts.get("status") if session.finished is not None else {"type": "active"}
-    for one in asked.statuses:
-        reasons = one.get("reasons")
-        if status and one.get("type") == status["type"]:
-            if reasons is None or status.get("reason", {}).get("type") in reasons:
-                return True
-    return False
+    status = _status(session)
+    return any(_has_status(status, one) for one in asked.statuses)
+
+
+def _has_status(status: dict[str, Any] | None, asked: dict[str, Any]) -> bool:
+    if not status or asked.get("type") != status["type"]:
+        return False
+    reasons = asked.get("reasons")
+    return reasons is None or status.get("reason", {}).get("type") in reasons
 
 
 async def _search(request: Request) -> Response:
@@ -185,7 +192,8 @@ async def _search(request: Request) -> Response:
     caller = await server.caller(request)
     asked = await json_body(server, request, SearchSessions)
     after = (asked.cursor or {}).get("last_session_id")
-    found, offset, is_behind = [], 0, after is None
+    found: list[SessionRecord] = []
+    offset, is_behind = 0, after is None
     while len(found) <= asked.limit:
         page = await server.ask(server.store.sessions, caller.key_id, MOST_LISTED, offset)
         for session in page.items:
@@ -206,7 +214,7 @@ async def _search(request: Request) -> Response:
                 "created_at": iso(session.created),
                 "owner": caller.key_id,
                 "project_id": str(session.facts.get("project_id") or PROJECT),
-                "status": session.facts.get("status") if session.finished is not None else {"type": "active"},
+                "status": _status(session),
                 "checkpoints_count": sum(page.total for page in saved),
                 "display_name": session.facts.get("display_name"),
                 "user_metadata": texts(session.facts.get("user_metadata")),

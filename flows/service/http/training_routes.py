@@ -9,11 +9,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flows.service.http.callers import Server, server_of, session_of
-from flows.service.http.promises import accept, accept_training, json_body, new_seed, promise, whole_payload
 from flows.service.http.payloads import read_payload
+from flows.service.http.promises import accept, accept_training, json_body, new_seed, promise, whole_payload
 from flows.service.http.refusals import Refused
 from flows.service.store import ApiKey, CheckpointRecord
-from flows.service.wire.bodies import CreateModelBody, GetInfo, LoadWeightsBody, SaveForSamplerBody, read_body
+from flows.service.wire.bodies import (
+    CreateModelBody,
+    GetInfo,
+    LoadWeightsBody,
+    Optimizer,
+    SaveForSamplerBody,
+    read_body,
+)
 from flows.service.wire.heads import forward_backward_head
 from flows.service.wire.tinker_paths import parse_path
 from rl_core.errors import ServiceError, nearest
@@ -33,6 +40,11 @@ def sampler_name(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
+def _optimizer(given: Optimizer) -> dict[str, Any]:
+    """As the client's types have it: AdamW has no versions."""
+    return given.model_dump(exclude={"version"} if given.type == "adamw" else None)
+
+
 async def _create_model(request: Request) -> Response:
     server = server_of(request)
     caller = await server.caller(request)
@@ -45,7 +57,7 @@ async def _create_model(request: Request) -> Response:
     facts = {
         "base": body.base_model,
         "lora": None if body.lora_config is None else body.lora_config.model_dump(),
-        "optimizer": body.optimizer_config.model_dump(),
+        "optimizer": _optimizer(body.optimizer_config),
         "user_metadata": body.user_metadata or {},
         "seed": new_seed(),
     }
@@ -83,7 +95,7 @@ async def _forward_backward(request: Request) -> Response:
     caller = await server.caller(request)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
         raise Refused(415, f"forward_backward takes {PROTOBUF} (SDK 0.25 and newer)")
-    payload = await read_payload(request, server.settings.max_body_bytes)
+    payload = await read_payload(request, server.settings.server.max_body_bytes)
     try:
         model_id, seq = forward_backward_head(payload.body, is_whole=not payload.refused)
     except ServiceError as error:
@@ -91,9 +103,7 @@ async def _forward_backward(request: Request) -> Response:
     await server.own_target(caller, model_id)
     facts = {"refused": payload.refused} if payload.refused else {}
     body = b"" if payload.refused else payload.body
-    taken = await accept(
-        server, request, caller, "forward_backward", model_id, seq, body, facts, is_protobuf=True
-    )
+    taken = await accept(server, request, caller, "forward_backward", model_id, seq, body, facts, is_protobuf=True)
     return promise(taken, model_id=model_id)
 
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database
+import flows.service.store.tables as tables
 from flows.service.store.records import CheckpointRecord, Page, SamplerRecord, SessionRecord, TrainingRunRecord
+from flows.service.store.transactions import Database, counted
 
 __all__ = ["Directory", "as_record"]
 
@@ -76,6 +76,15 @@ class Directory:
             connection.execute(_sessions.update().where(open_one).values(values))
             return True
 
+    def change_session(self, session_id: str, facts: Mapping[str, Any]) -> bool:
+        """Add to a session's facts. False = there is no such session."""
+        with self._database.writing() as connection:
+            mine = _sessions.c.session_id == session_id
+            row = connection.execute(sa.select(_sessions.c.facts).where(mine)).first()
+            if row is not None:
+                connection.execute(_sessions.update().where(mine).values(facts={**row.facts, **facts}))
+            return row is not None
+
     def sessions(self, owner: str | None = None, limit: int = 100, offset: int = 0) -> Page[SessionRecord]:
         """Sessions, the newest first."""
         query = sa.select(_sessions).order_by(_sessions.c.created.desc(), _sessions.c.session_id)
@@ -120,12 +129,17 @@ class Directory:
             query = query.where(_samplers.c.model_id == model_id)
         return self._page(SamplerRecord, query, limit, offset)
 
+    def next_clone(self, sampler_id: str) -> int:
+        """A number, from 1, that no other copy of the sampler's clients got."""
+        with self._database.writing() as connection:
+            return counted(connection, f"clones.{sampler_id}"[:64])
+
     def delete_sampler(self, sampler_id: str) -> bool:
         """Forget a sampler. False = there was none."""
         return self._change(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
     def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
-        """Samplers without a path that nobody has used since `before`, or since `ended_before` in a finished session."""
+        """Samplers without a path, unused since `before`, or since `ended_before` in a session that is over."""
         ended = sa.exists().where(_sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before)
         used = _samplers.c.touched
         query = sa.select(_samplers).where(

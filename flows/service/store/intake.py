@@ -10,9 +10,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database, GroupCommit, counted
+import flows.service.store.tables as tables
 from flows.service.store.records import NewRequest, OverLimit, RequestGone, SeqReused, StoredRequest, line_of
+from flows.service.store.transactions import Database, GroupCommit, counted
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import fault
 
@@ -146,31 +146,58 @@ class Intake:
             row = connection.execute(sa.select(_requests).where(_requests.c.request_id == request_id)).first()
         return None if row is None else stored(row)
 
+    def result(self, request_id: str) -> StoredRequest | None:
+        """A request with its answer, without its payload."""
+        light = [column for column in _FIELDS if column.name != "payload"]
+        with self._database.reading() as connection:
+            row = connection.execute(sa.select(*light).where(_requests.c.request_id == request_id)).first()
+        return None if row is None else StoredRequest(**{c.name: row._mapping[c] for c in light}, payload=b"")
+
     def finish_cursor(self) -> int:
         """The cursor for `finished_since` from now on."""
         counters = tables.counters
         with self._database.reading() as connection:
             return connection.scalar(sa.select(counters.c.value).where(counters.c.name == "finished")) or 0
 
-    def finished_since(self, cursor: int, limit: int = 1000) -> tuple[list[str], int]:
-        """Ids of requests that became final after `cursor`, in that order, and the next cursor.
+    def finished_since(self, cursor: int, limit: int = 1000) -> tuple[list[tuple[str, str]], int]:
+        """(request id, target) of requests that became final after `cursor`, in that order, and the next cursor.
 
         Wait with `changes` and `wait_for_change`; take the number of `changes` before this list.
         """
         place = _requests.c.finish_place
         with self._database.reading() as connection:
             rows = connection.execute(
-                sa.select(_requests.c.request_id, place).where(place > cursor).order_by(place).limit(limit)
+                sa.select(_requests.c.request_id, _requests.c.target, place)
+                .where(place > cursor)
+                .order_by(place)
+                .limit(limit)
             ).all()
-        return [row.request_id for row in rows], (rows[-1].finish_place if rows else cursor)
+        return [(row.request_id, row.target) for row in rows], (rows[-1].finish_place if rows else cursor)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop answers that were fetched; that they were there stays known for a while (see `Work.expire`)."""
+    def finished_of(
+        self, target: str, first: int, last: int, cursor: int, limit: int = 1000
+    ) -> tuple[list[tuple[str, str, int]], int]:
+        """(request id, state, bytes of the answer) of a sampler's samples that became final after `cursor`, and the
+        next cursor. `first`, `last`: bounds of their sequence ids.
+        """
+        place = _requests.c.finish_place
+        mine = (_requests.c.target == target) & (_requests.c.line == "sample") & _requests.c.seq.between(first, last)
+        size = sa.func.length(_requests.c.answer).label("size")
+        query = sa.select(_requests.c.request_id, _requests.c.state, size, place).where(mine, place > cursor)
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(place).limit(limit)).all()
+        found = [(row.request_id, row.state, row.size or 0) for row in rows]
+        return found, (rows[-1].finish_place if rows else cursor)
+
+    def forget(self, request_ids: Iterable[str], owner: str | None = None) -> None:
+        """Drop answers that were fetched (of one owner); that they were there stays known (see `Work.expire`)."""
         ids = list(request_ids)
         if not ids:
             return
         with self._database.writing() as connection:
             chosen = _requests.c.request_id.in_(ids) & _requests.c.finished.is_not(None)
+            if owner is not None:
+                chosen &= _requests.c.owner == owner
             connection.execute(_requests.update().where(chosen).values(forgotten=True, answer=None))
 
     def cancel(self, request_id: str) -> bool:

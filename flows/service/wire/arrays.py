@@ -19,8 +19,9 @@ from rl_core.service.requests import dense_rows
 __all__ = ["DenseBudget", "add_records", "read_tensor", "tokens_of", "write_tensor"]
 
 MOST_DENSE = 1 << 26  # cells of all sparse tensors of one request together, made dense
+MOST_DIMENSIONS = 8
 _BFLOAT16 = DTYPES["bfloat16"]
-_NUMPY = {
+_NUMPY: dict[int, np.dtype[Any]] = {
     DTYPES["float32"]: np.dtype("<f4"),
     DTYPES["int64"]: np.dtype("<i8"),
     DTYPES["int32"]: np.dtype("<i4"),
@@ -63,8 +64,8 @@ def read_tensor(tensor: Any, place: str, budget: DenseBudget, *, fill: int = 0) 
     if dtype is None:
         raise ServiceError(f"{place}: dtype {tensor.dtype}, expected one of {DTYPES}", "user")
     shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape):
-        raise ServiceError(f"{place}: shape {shape} has a negative size", "user")
+    if len(shape) > MOST_DIMENSIONS or any(not 0 <= size < 1 << 31 for size in shape):
+        raise ServiceError(f"{place}: shape {str(shape)[:200]} is not possible", "user")
     encoding = tensor.WhichOneof("encoding")
     if encoding is None:
         raise ServiceError(f"{place}: holds no values", "user")

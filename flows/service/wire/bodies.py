@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_core.errors import ServiceError
 
 __all__ = [
     "Body", "CancelFuture", "CopyWeights", "CreateModelBody", "CreateSamplingSession", "CreateSession", "FinishSession",
     "GetInfo", "Heartbeat", "JoinSamplingSession", "LoadWeightsBody", "OptimStepBody", "Prompt", "RetrieveFuture",
-    "RetrieveFutures", "SampleBody", "SaveExternalBody", "SaveForSamplerBody", "SaveWeightsBody", "SearchSessions", "SetProject",
-    "SetTtl", "TensorBody", "UnloadModelBody", "WeightsInfo", "read_body",
+    "RetrieveFutures", "SampleBody", "SaveExternalBody", "SaveForSamplerBody", "SaveWeightsBody", "SearchSessions",
+    "SetProject", "SetTtl", "TensorBody", "UnloadModelBody", "WeightsInfo", "read_body",
 ]  # fmt: skip
 
 MAX_ID = (1 << 63) - 1

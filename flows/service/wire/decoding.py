@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,9 +42,7 @@ Facts = Mapping[str, Any]  # decided by the server at acceptance; see `decode`
 _FAMILIES: dict[str, OptimizerKind] = {"adamw": "adamw", "adam": "adamw", "dimuon": "muon", "muon": "muon"}
 
 
-def decode(
-    kind: str, payload: bytes, content_type: Literal["json", "protobuf"], facts: Facts, target: str
-) -> Command:
+def decode(kind: str, payload: bytes, content_type: Literal["json", "protobuf"], facts: Facts, target: str) -> Command:
     """A request as plain data.
 
     Args:
@@ -190,7 +188,6 @@ def _sample(payload: bytes, facts: Facts, target: str) -> SampleRequest:
 
 def _unload_model(payload: bytes, facts: Facts, target: str) -> UnloadModel:
     return UnloadModel(model_id=target)
-
 
 
 _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {

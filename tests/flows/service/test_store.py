@@ -1,4 +1,4 @@
-"""The service's store: acceptance once and durably, order, limits, cancel, forgetting, lists, keys; on PostgreSQL too."""
+"""The service's store: acceptance once and durably, order, limits, cancel, forgetting, keys; on PostgreSQL too."""
 
 import dataclasses
 import threading
@@ -15,7 +15,7 @@ from flows.service.store import (
     SeqReused,
     ServiceStore,
 )
-from flows.service.store.work import Outcome
+from flows.service.store.work import RequestOutcome
 from rl_core.errors import ServiceError, SettingsError
 from rl_core.storage import faults
 
@@ -117,9 +117,11 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
     finish(store, drawn)
     store.claim([made.request_id, step.request_id])
     failure = ServiceError("bad base", "user")
-    store.finish([Outcome(request_id=made.request_id, answer=failure, run={"state": "failed"})])
+    store.finish([RequestOutcome(request_id=made.request_id, answer=failure, run={"state": "failed"})])
     store.finish([(step.request_id, DONE), (made.request_id, DONE)])  # the second is final already
-    ids, after = store.finished_since(cursor)
+    found, after = store.finished_since(cursor)
+    assert [target for _, target in found] == [drawn.target, made.target, step.target]
+    ids = [request_id for request_id, _ in found]
     assert ids == [drawn.request_id, made.request_id, step.request_id] and store.finished_since(after) == ([], after)
     assert store.wait_for_change(seen, 0.0) != seen
     found = store.request(made.request_id)
@@ -195,7 +197,7 @@ def test_a_run_that_is_not_there_or_over_takes_nothing(store):
         store.accept(update("r", 1))
     made = store.accept(create("r"))
     store.claim([made.request_id])
-    store.finish([Outcome(request_id=made.request_id, answer=DONE, run={"state": "unloaded"})])
+    store.finish([RequestOutcome(request_id=made.request_id, answer=DONE, run={"state": "unloaded"})])
     with pytest.raises(ServiceError, match="was unloaded"):
         store.accept(update("r", 1))
 
@@ -290,7 +292,10 @@ def test_on_postgresql(clock):
         assert [one.request_id for one in second.ready()] == [one.request_id for one in requests]
         assert second.cancel(requests[3].request_id)
         finish(second, *requests[:3])
-        assert first.finished_since(0)[0] == [requests[3].request_id, *(one.request_id for one in requests[:3])]
+        assert [request_id for request_id, _ in first.finished_since(0)[0]] == [
+            requests[3].request_id,
+            *(one.request_id for one in requests[:3]),
+        ]
         first.cover("r", 1, steps=0)
         first.cover("r", 2, steps=1)
         assert [bool(one.payload) for one in second.history("r", -1)] == [False, False, True]
