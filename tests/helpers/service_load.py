@@ -1,4 +1,4 @@
-"""A mixed load of several clients on a service's store, its answers and final weights in a form that can be compared."""
+"""A mixed load of several clients on a service's store, and its answers and final weights for comparison."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 records      rows as plain data, and the errors of acceptance
 tables       the tables
-database     connections and transactions
+transactions connections and transactions
 intake       the server's side of requests: accept, look up, wait, forget, cancel
 work         the worker's side: ready, claim, finish, replay, snapshots
 directory    sessions, runs, samplers and checkpoints

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database
+import flows.service.store.tables as tables
 from flows.service.store.directory import as_record
 from flows.service.store.records import ApiKey, AuditEntry, Page
+from flows.service.store.transactions import Database
 from rl_core.errors import SettingsError
 
 __all__ = ["Access"]
@@ -24,7 +24,7 @@ USED_SECONDS = 60.0  # between two notes that a key is in use
 
 
 class Access:
-    """Who may ask, and who did what."""
+    """Keys, and what their owners did."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database, counted
+import flows.service.store.tables as tables
 from flows.service.store.records import CheckpointRecord, Page, SamplerRecord, SessionRecord, TrainingRunRecord
+from flows.service.store.transactions import Database, counted
 
 __all__ = ["Directory", "as_record"]
 
@@ -139,7 +139,7 @@ class Directory:
         return self._change(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
     def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
-        """Samplers without a path that nobody has used since `before`, or since `ended_before` in a finished session."""
+        """Samplers without a path, unused since `before`, or since `ended_before` in a session that is over."""
         ended = sa.exists().where(_sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before)
         used = _samplers.c.touched
         query = sa.select(_samplers).where(

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from flows.service.store.access import Access
-from flows.service.store.database import Database
 from flows.service.store.directory import Directory
 from flows.service.store.intake import Intake
+from flows.service.store.transactions import Database
 from flows.service.store.work import Work
 
 __all__ = ["ServiceStore"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database, GroupCommit, counted
+import flows.service.store.tables as tables
 from flows.service.store.records import NewRequest, OverLimit, RequestGone, SeqReused, StoredRequest, line_of
+from flows.service.store.transactions import Database, GroupCommit, counted
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import fault
 

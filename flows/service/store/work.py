@@ -10,14 +10,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from flows.service.store import tables
-from flows.service.store.database import Database, counted
+import flows.service.store.tables as tables
 from flows.service.store.intake import cancel_where, finish_place, stored
 from flows.service.store.records import Answer, StoredRequest
+from flows.service.store.transactions import Database, counted
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import fault
 
-__all__ = ["Outcome", "Ready", "Work"]
+__all__ = ["RequestOutcome", "Ready", "Work"]
 
 _requests, _runs = tables.requests, tables.runs
 LATE = "its deadline passed before it was begun"
@@ -36,7 +36,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RequestOutcome:
     """The end of a request, and what else becomes true with it."""
 
     request_id: str
@@ -110,7 +110,7 @@ class Work:
         return sorted((stored(row) for row in rows), key=lambda request: request.place)
 
     def reclaim(self) -> int:
-        """What a dead worker was computing waits again; the number of requests."""
+        """Have requests wait again that a dead worker was computing; their number."""
         with self._database.writing() as connection:
             return connection.execute(
                 _requests.update().where(_requests.c.state == "running").values(state="waiting", started=None)
@@ -118,7 +118,7 @@ class Work:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def finish(self, outcomes: Sequence[Outcome | tuple[str, Answer | ServiceError]]) -> None:
+    def finish(self, outcomes: Sequence[RequestOutcome | tuple[str, Answer | ServiceError]]) -> None:
         """Store answers and what becomes true with them, all or nothing; what is final already stays as it is."""
         if not outcomes:
             return
@@ -126,12 +126,12 @@ class Work:
         with self._database.writing() as connection:
             for outcome in outcomes:
                 if isinstance(outcome, tuple):
-                    outcome = Outcome(request_id=outcome[0], answer=outcome[1])
+                    outcome = RequestOutcome(request_id=outcome[0], answer=outcome[1])
                 self._finish_one(connection, outcome, now)
             fault("service.finishing")
         fault("service.finished")
 
-    def _finish_one(self, connection: sa.Connection, outcome: Outcome, now: float) -> None:
+    def _finish_one(self, connection: sa.Connection, outcome: RequestOutcome, now: float) -> None:
         same = _requests.c.request_id == outcome.request_id
         row = connection.execute(
             sa.select(_requests.c.target, _requests.c.line, _requests.c.seq, _requests.c.finished).where(same)

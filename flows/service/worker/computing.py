@@ -23,7 +23,7 @@ from flows.service.commands import (
 )
 from flows.service.store import Answer, ServiceStore, StoredRequest
 from flows.service.store.records import line_of
-from flows.service.store.work import Outcome
+from flows.service.store.work import RequestOutcome
 from flows.service.wire.decoding import decode
 from flows.service.wire.encoding import encode
 from flows.service.worker.live_runs import LiveRuns
@@ -95,7 +95,7 @@ class Computing:
         elif "published" in outcome.run:
             self._weights.remove_siblings(self._folder.absolute(outcome.run["published"]))
 
-    def _outcome(self, request: StoredRequest) -> Outcome:
+    def _outcome(self, request: StoredRequest) -> RequestOutcome:
         """A request that is computed by itself. Raises: ServiceError."""
         command = self._decoded(request)
         if isinstance(command, CreateModel):
@@ -124,7 +124,7 @@ class Computing:
         saved = self._weights.save(command, request.owner, request.facts, lambda: self._latest(request.target))
         return self._answered(request, WeightsSaved(path=saved.path), rows=(("checkpoints", asdict(saved)),))
 
-    def _loaded(self, command: LoadWeights, request: StoredRequest) -> Outcome:
+    def _loaded(self, command: LoadWeights, request: StoredRequest) -> RequestOutcome:
         if request.seq == 0:
             self._runs.make_room({request.target})
             self._runs.drop(request.target)
@@ -176,7 +176,7 @@ class Computing:
         compute: Callable[[list[Any]], Sequence[Any]],
     ) -> None:
         """Give what is valid to the engine in one call."""
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, RequestOutcome] = {}
         given: list[tuple[StoredRequest, ForwardBackward | SampleRequest]] = []
         for request in requests:
             try:
@@ -198,7 +198,7 @@ class Computing:
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, pairs: Sequence[tuple[StoredRequest, Outcome]]) -> None:
+    def _finish(self, pairs: Sequence[tuple[StoredRequest, RequestOutcome]]) -> None:
         fault("service.computed")
         self._store.finish([outcome for _, outcome in pairs])
         for request, _ in pairs:
@@ -210,11 +210,11 @@ class Computing:
         return decode(request.kind, request.payload, request.content_type, request.facts, request.target)
 
     @staticmethod
-    def _answered(request: StoredRequest, result: Result, **more: Any) -> Outcome:
+    def _answered(request: StoredRequest, result: Result, **more: Any) -> RequestOutcome:
         body, content_type = encode(request.kind, result, request.payload)
-        return Outcome(request_id=request.request_id, answer=Answer(body, content_type), **more)
+        return RequestOutcome(request_id=request.request_id, answer=Answer(body, content_type), **more)
 
-    def _failed(self, request: StoredRequest, error: Exception) -> Outcome:
+    def _failed(self, request: StoredRequest, error: Exception) -> RequestOutcome:
         """A failed request. What may have changed its run in part has not happened: the run comes back as before.
 
         A store or disk that refuses is no fault of the request: it is raised, so that the worker tries again.
@@ -229,4 +229,4 @@ class Computing:
         if makes or (request.kind in ("forward_backward", "optim_step") and error.category == "server"):
             self._runs.drop(request.target)
         run = {"state": "failed"} if makes and request.seq == 0 else {}
-        return Outcome(request_id=request.request_id, answer=error, run=run)
+        return RequestOutcome(request_id=request.request_id, answer=error, run=run)

@@ -17,10 +17,10 @@ from typing import Any
 
 from flows.service.commands import LoadWeights, WeightsLoaded
 from flows.service.store import ServiceStore, StoredRequest, TrainingRunRecord
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk
 from flows.service.wire.decoding import decode
 from flows.service.wire.encoding import encode
+from flows.service.worker.service_folder import ServiceFolder
+from flows.service.worker.weights_on_disk import WeightsOnDisk
 from rl_core.errors import CheckpointError, ServiceError
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep

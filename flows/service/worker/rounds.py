@@ -71,7 +71,8 @@ def _in_turns(passes: Sequence[Ready]) -> list[Ready]:
 
 def _within(chosen: Sequence[Ready], most: int) -> list[str]:
     """As many as a batch may hold, one at least."""
-    found, size = [], 0
+    found: list[str] = []
+    size = 0
     for one in chosen[:most]:
         size += one.size
         if found and size > BATCH_BYTES:

@@ -20,7 +20,7 @@ SECONDS = 30.0  # between two rounds of it
 
 
 class Upkeep:
-    """What has no place in the order of requests."""
+    """Work that has no place in the order of requests."""
 
     def __init__(
         self,

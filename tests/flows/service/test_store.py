@@ -1,4 +1,4 @@
-"""The service's store: acceptance once and durably, order, limits, cancel, forgetting, lists, keys; on PostgreSQL too."""
+"""The service's store: acceptance once and durably, order, limits, cancel, forgetting, keys; on PostgreSQL too."""
 
 import dataclasses
 import threading
@@ -15,7 +15,7 @@ from flows.service.store import (
     SeqReused,
     ServiceStore,
 )
-from flows.service.store.work import Outcome
+from flows.service.store.work import RequestOutcome
 from rl_core.errors import ServiceError, SettingsError
 from rl_core.storage import faults
 
@@ -117,7 +117,7 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
     finish(store, drawn)
     store.claim([made.request_id, step.request_id])
     failure = ServiceError("bad base", "user")
-    store.finish([Outcome(request_id=made.request_id, answer=failure, run={"state": "failed"})])
+    store.finish([RequestOutcome(request_id=made.request_id, answer=failure, run={"state": "failed"})])
     store.finish([(step.request_id, DONE), (made.request_id, DONE)])  # the second is final already
     found, after = store.finished_since(cursor)
     assert [target for _, target in found] == [drawn.target, made.target, step.target]
@@ -197,7 +197,7 @@ def test_a_run_that_is_not_there_or_over_takes_nothing(store):
         store.accept(update("r", 1))
     made = store.accept(create("r"))
     store.claim([made.request_id])
-    store.finish([Outcome(request_id=made.request_id, answer=DONE, run={"state": "unloaded"})])
+    store.finish([RequestOutcome(request_id=made.request_id, answer=DONE, run={"state": "unloaded"})])
     with pytest.raises(ServiceError, match="was unloaded"):
         store.accept(update("r", 1))
 

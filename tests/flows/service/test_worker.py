@@ -81,7 +81,8 @@ def test_answers_and_weights_are_those_of_the_engine_alone(store, worker, base_f
     names = ["cross_entropy", "ppo", "cross_entropy"]
     made, *passes, stepped = ask(
         store, worker, create("r", rank=3, seed=4),
-        *(loss("r", 1 + number, data[number], names[number]) for number in range(3)), update("r", 4, grad_clip_norm=0.5),
+        *(loss("r", 1 + number, data[number], names[number]) for number in range(3)),
+        update("r", 4, grad_clip_norm=0.5),
     )  # fmt: skip
     engine = make_engine(base_folder, micro_batch_tokens=48)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=AdapterConfig(rank=3, seed=4), seed=4))

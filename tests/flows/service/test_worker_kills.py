@@ -89,7 +89,7 @@ def test_a_worker_that_dies_at_a_point(point, hit, tmp_path, base_folder, undist
 
 
 def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, base_folder, caplog):
-    """Each kind of write fails once, so no snapshot or half of one is there; the next worker computes what is missing."""
+    """Each kind of write fails once: no snapshot or half of one is there; the next worker computes what is missing."""
     requests = [create("r")]
     for step in range(6):
         requests += [loss("r", 2 * step + 1, random_data(step)), update("r", 2 * step + 2)]

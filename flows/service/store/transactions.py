@@ -175,6 +175,7 @@ class GroupCommit(Generic[Given, Got]):
         self._waiting: list[_Place[Given, Got]] = []
 
     def __call__(self, given: Given) -> Got:
+        """The answer to one call, after the transaction that it is part of."""
         place: _Place[Given, Got] = _Place(given)
         with self._guard:
             self._waiting.append(place)
