@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flows.runtime.prefect_access import OnlyFromHere
+from flows.service.http.audit_routes import AUDIT_ROUTES
 from flows.service.http.callers import Server
 from flows.service.http.checkpoint_routes import CHECKPOINT_ROUTES
+from flows.service.http.copy_routes import COPY_ROUTES
 from flows.service.http.future_routes import FUTURE_ROUTES
 from flows.service.http.own_routes import add_own_routes
 from flows.service.http.refusals import Refused, refused_response
@@ -33,11 +35,9 @@ TIDY_SECONDS = 30.0
 
 # Parts of the public interface that this service has not, by name.
 _ABSENT = {
-    "audit": "posttrain service audit shows it to the operator",
     "billing/{rest:path}": "there is no billing here",
     "auth/token": "API keys are used as they are; pjwt_auth_enabled is false",
     "create_custom_loss": "custom losses run in the client; custom_loss_server_side is false",
-    "copy_weights": "load the weights into a new training run and save them there",
     "sessions/{session_id}/trace_export": "traces are not recorded",
     "unload_model": "a run that is not used leaves memory by itself",
 }
@@ -69,7 +69,15 @@ def make_service_app(settings: ServiceSettings, store: ServiceStore) -> OnlyFrom
         exception_handlers={kind: refused_response for kind in (Refused, ServiceError, BackendError)},
     )  # fmt: skip
     app.state.server = server
-    routes = [*SESSION_ROUTES, *TRAINING_ROUTES, *SAMPLING_ROUTES, *FUTURE_ROUTES, *CHECKPOINT_ROUTES]
+    routes = [
+        *SESSION_ROUTES,
+        *TRAINING_ROUTES,
+        *SAMPLING_ROUTES,
+        *FUTURE_ROUTES,
+        *CHECKPOINT_ROUTES,
+        *COPY_ROUTES,
+        *AUDIT_ROUTES,
+    ]
     routes += [
         Route(f"/{path}", _absent(why), methods=["GET", "POST", "PUT", "DELETE"]) for path, why in _ABSENT.items()
     ]

@@ -39,7 +39,7 @@ class _Known:
 
 
 class Server:
-    """What all routes share."""
+    """Shared state of all routes."""
 
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store

@@ -23,7 +23,7 @@ DEADLINE = "x-deadline-seconds"  # own header: not begun by then = cancelled
 
 
 class TrainingHead(Body):
-    """What a request has to say to get its place in a run's order."""
+    """Fields that give a request its place in a run's order."""
 
     model_id: Id
     seq_id: Seq

@@ -175,6 +175,14 @@ class Directory:
         with self._database.writing() as connection:
             connection.execute(_checkpoints.insert().values(dataclasses.asdict(record)))
 
+    def add_copy(self, run: TrainingRunRecord, record: CheckpointRecord) -> None:
+        """Saved weights whose folder is there already, and the run that holds them; either may be known."""
+        with self._database.writing() as connection:
+            for table, key, row in ((_runs, "model_id", run), (_checkpoints, "path", record)):
+                values = dataclasses.asdict(row)
+                if connection.execute(sa.select(table.c[key]).where(table.c[key] == values[key])).first() is None:
+                    connection.execute(table.insert().values(values))
+
     def change_checkpoint(self, path: str, **values: Any) -> bool:
         """Change `expires`, `public`, `version`, `registration` or `facts`. False = there is no such path."""
         assert values.keys() <= {"expires", "public", "version", "registration", "facts"}, values.keys()

@@ -92,7 +92,7 @@ def test_what_does_not_exist_is_404(idle, started):
     idle.post("get_info", {"model_id": "nothing:train:9"}, status=404)
     idle.post("retrieve_future", {"request_id": "r-nothing"}, status=410)
     idle.call("GET", "samplers/nothing:sample:0", status=404)
-    for path in ("billing/usage/events", "auth/token", "audit", "copy_weights", "unload_model", "create_custom_loss"):
+    for path in ("billing/usage/events", "auth/token", "unload_model", "create_custom_loss"):
         assert "is not served here" in idle.post(path, status=404)["detail"]
 
 
@@ -138,6 +138,18 @@ def test_a_waiting_request_is_cancelled(idle, started):
     assert idle.post("cancel_future", promise)["cancelled"] is False
     actions = [entry.action for entry in idle.store.audit().items]
     assert actions[:2] == ["request_cancel"] * 2 and {"run_create", "session_create"} <= set(actions)
+
+
+def test_a_key_sees_its_own_acts_of_a_day(idle, started):
+    _, run = started
+    idle.post("create_session", {}, headers=other_key(idle))
+    entries = idle.call("GET", "audit")["entries"]
+    assert [entry["event"] for entry in entries] == ["session_create", "run_create"]
+    assert entries[1]["event_details"] == {"key": "me", "subject": run, "detail": "base"}
+    assert idle.call("GET", "audit", params={"day": "2001-01-01"})["entries"] == []
+    assert idle.call("GET", "audit", params={"event_type": "checkpoints"})["entries"] == []
+    for wrong in ({"day": "soon"}, {"event_type": "x"}):
+        idle.call("GET", "audit", params=wrong, status=422)
 
 
 def test_limits_of_a_key(idle):

@@ -90,7 +90,7 @@ def test_samples_of_a_repeated_request_are_the_same_though_no_seed_is_given(serv
     session = service.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
     sampler = service.post("create_sampling_session", body)["sampling_session_id"]
-    free = {"sampling_params": {"max_tokens": 8}}
+    free = {"sampling_params": {"max_tokens": 20, "stop": []}}
     first, one = sample(service, sampler, 0, **free)
     second, two = sample(service, sampler, 0, **free)
     third, three = sample(service, sampler, 1, **free)
@@ -182,3 +182,23 @@ def test_runs_and_checkpoints_are_listed_published_and_expire(service):
     assert service.call("GET", f"training_runs/{run}/checkpoints")["checkpoints"] == []
     service.call("DELETE", place, status=404)
     service.post("weights_info", {"tinker_path": path}, status=404)
+
+
+def test_weights_are_copied_once_and_outlive_their_source(service):
+    session = service.session()
+    run = service.new_run(session)
+    path = service.result(service.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    once = {"X-Idempotency-Key": "k"}
+    copy = service.post("copy_weights", {"source_path": path, "ttl_seconds": 3600}, headers=once)["tinker_path"]
+    assert service.post("copy_weights", {"source_path": path, "ttl_seconds": 3600}, headers=once)["tinker_path"] == copy
+    assert service.post("copy_weights", {"source_path": path})["tinker_path"] != copy
+    mine = {"source_path": path, "session_id": session, "model_seq_id": 7}
+    assert service.post("copy_weights", mine)["tinker_path"] == f"tinker://{session}:train:7/weights/a"
+    service.post("copy_weights", {**mine, "model_seq_id": 0}, status=422)
+    service.call("DELETE", f"training_runs/{run}/checkpoints/weights/a", status=204)
+    body = {"session_id": session, "model_seq_id": 8, "path": copy, "optimizer": True}
+    assert service.result(service.post("load_weights", body))["model_id"] == f"{session}:train:8"
+    held = copy.removeprefix("tinker://").partition("/")[0]
+    (listed,) = service.call("GET", f"training_runs/{held}/checkpoints")["checkpoints"]
+    assert listed["expires_at"] and service.post("weights_info", {"tinker_path": copy})["lora_rank"] == 4
+    service.forward_backward(held, 1, random_data(1), status=422)  # it holds weights, and is not trained
