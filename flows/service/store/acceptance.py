@@ -149,7 +149,8 @@ class _Limits:
     def __init__(self, connection: sa.Connection, owner: str, now: float) -> None:
         self._connection, self._owner = connection, owner
         key = connection.execute(_KEY, {"owner": owner}).first()
-        self._queue, self._rate = (None, None) if key is None else (key.queue, key.requests_per_minute)
+        self._queue: int | None = None if key is None else key.queue
+        self._rate: int | None = None if key is None else key.requests_per_minute
         self._waiting = 0
         self._accepted: dict[int, int] = {}
         self._minute, self._passed = int(now // 60), (now % 60) / 60

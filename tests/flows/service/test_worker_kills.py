@@ -70,7 +70,7 @@ def check_equal(service, undisturbed):
     service.close()
 
 
-@pytest.mark.parametrize("hit", [1, 3])
+@pytest.mark.parametrize("hit", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_at_every_point(hit, tmp_path, base_folder, undisturbed):
     faults.configure(",".join(f"{point}:{hit + number // 3}:raise" for number, point in enumerate(POINTS)))
     service = Service(tmp_path, base_folder).run()
@@ -107,6 +107,7 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
     assert found[0] == found[1] and caplog.text.count("no snapshot") == 3
 
 
+@pytest.mark.slow
 def test_without_any_snapshot_a_run_is_computed_from_its_creation(tmp_path, base_folder, undisturbed):
     faults.configure("service.computed:40:raise")
     service = Service(tmp_path, base_folder, snapshot_steps=1_000_000).run()
