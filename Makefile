@@ -7,7 +7,7 @@ MINUTES ?= 10
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
-.PHONY: help setup demo test test-all crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ test-all: $(STAMP)  ## the test suite with the slow proofs
 
 fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (make fuzz MINUTES=10)
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
+
+sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
+	$(BIN)/python -m pytest -s tests/flows/service/test_public_client.py
 
 crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
 	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)

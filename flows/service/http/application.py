@@ -18,6 +18,7 @@ from flows.service.http.audit_routes import AUDIT_ROUTES
 from flows.service.http.callers import Server
 from flows.service.http.checkpoint_routes import CHECKPOINT_ROUTES
 from flows.service.http.copy_routes import COPY_ROUTES
+from flows.service.http.file_routes import FILE_ROUTES
 from flows.service.http.future_routes import FUTURE_ROUTES
 from flows.service.http.own_routes import add_own_routes
 from flows.service.http.refusals import Refused, refused_response
@@ -75,6 +76,7 @@ def make_service_app(settings: ServiceSettings, store: ServiceStore) -> OnlyFrom
         *SAMPLING_ROUTES,
         *FUTURE_ROUTES,
         *CHECKPOINT_ROUTES,
+        *FILE_ROUTES,
         *COPY_ROUTES,
         *AUDIT_ROUTES,
     ]

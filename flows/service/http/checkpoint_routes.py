@@ -1,30 +1,28 @@
-"""Routes of training runs and saved weights: lists, life, publication, files of exported weights."""
+"""Routes of training runs and saved weights: lists, life, publication."""
 
 from __future__ import annotations
 
-import asyncio
-import math
+import re
 import time
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flows.service.http.callers import Server, server_of
 from flows.service.http.promises import json_body
 from flows.service.http.refusals import Refused
 from flows.service.http.session_routes import iso, page_bounds, texts
-from flows.service.http.signed_files import files_within
 from flows.service.http.training_routes import readable_checkpoint
 from flows.service.store import ApiKey, CheckpointRecord, TrainingRunRecord
 from flows.service.wire.bodies import SetTtl, WeightsInfo
 from flows.service.wire.tinker_paths import CHECKPOINT_TYPES, parse_path
 
-__all__ = ["CHECKPOINT_ROUTES", "own_run"]
+__all__ = ["CHECKPOINT_ROUTES", "ONE_CHECKPOINT", "own_checkpoint", "own_run"]
 
 MOST_OF_ONE_RUN = 10_000
+FIRST_WITH_EXPORTS = 30  # minor version of the public client
 
 
 def _as_checkpoint(found: CheckpointRecord) -> dict[str, Any]:
@@ -38,6 +36,13 @@ def _as_checkpoint(found: CheckpointRecord) -> dict[str, Any]:
         "user_metadata": texts(found.facts.get("user_metadata")),
         "expires_at": None if found.expires is None else iso(found.expires),
     }
+
+
+def _listed(request: Request, found: list[CheckpointRecord]) -> list[dict[str, Any]]:
+    """Saved weights; clients before 0.30 do not know exported ones, and refuse a list that has some."""
+    version = re.search(r"Tinker/Python 0\.(\d+)", request.headers.get("user-agent", ""))
+    is_old = version is not None and int(version[1]) < FIRST_WITH_EXPORTS
+    return [_as_checkpoint(one) for one in found if not (is_old and one.kind == "external_weights")]
 
 
 async def _as_run(server: Server, run: TrainingRunRecord) -> dict[str, Any]:
@@ -90,7 +95,7 @@ async def _checkpoints_of_run(request: Request) -> Response:
     caller = await server.caller(request)
     run = await own_run(server, caller, request.path_params["model_id"])
     page = await server.ask(server.store.checkpoints, None, MOST_OF_ONE_RUN, 0, run.model_id)
-    return JSONResponse({"checkpoints": [_as_checkpoint(one) for one in page.items]})
+    return JSONResponse({"checkpoints": _listed(request, page.items)})
 
 
 async def _checkpoints(request: Request) -> Response:
@@ -99,10 +104,10 @@ async def _checkpoints(request: Request) -> Response:
     limit, offset = page_bounds(request)
     page = await server.ask(server.store.checkpoints, caller.key_id, limit, offset)
     cursor = {"offset": offset, "limit": limit, "total_count": page.total}
-    return JSONResponse({"checkpoints": [_as_checkpoint(one) for one in page.items], "cursor": cursor})
+    return JSONResponse({"checkpoints": _listed(request, page.items), "cursor": cursor})
 
 
-async def _own_checkpoint(request: Request) -> tuple[Server, ApiKey, CheckpointRecord]:
+async def own_checkpoint(request: Request) -> tuple[Server, ApiKey, CheckpointRecord]:
     """The saved weights that an address names. Raises: Refused (404, 403)."""
     server = server_of(request)
     caller = await server.caller(request)
@@ -117,14 +122,14 @@ async def _own_checkpoint(request: Request) -> tuple[Server, ApiKey, CheckpointR
 
 
 async def _delete(request: Request) -> Response:
-    server, caller, found = await _own_checkpoint(request)
+    server, caller, found = await own_checkpoint(request)
     await server.ask(server.store.delete_checkpoint, found.path)
     await server.note(caller, "checkpoint_delete", found.path)
     return Response(status_code=204)
 
 
 async def _set_public(request: Request) -> Response:
-    server, caller, found = await _own_checkpoint(request)
+    server, caller, found = await own_checkpoint(request)
     is_public = request.method == "POST"
     await server.ask(server.store.change_checkpoint, found.path, public=is_public)
     await server.note(caller, "checkpoint_publish" if is_public else "checkpoint_unpublish", found.path)
@@ -132,7 +137,7 @@ async def _set_public(request: Request) -> Response:
 
 
 async def _set_ttl(request: Request) -> Response:
-    server, caller, found = await _own_checkpoint(request)
+    server, caller, found = await own_checkpoint(request)
     body = await json_body(server, request, SetTtl)
     expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
     await server.ask(server.store.change_checkpoint, found.path, expires=expires)
@@ -160,52 +165,14 @@ async def _weights_info(request: Request) -> Response:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- exported files
-
-
-async def _urls(request: Request) -> Response:
-    """Addresses of the files of exported weights, which work without a key for a while."""
-    server, caller, found = await _own_checkpoint(request)
-    if found.kind != "external_weights":
-        raise Refused(422, f"{found.path} is for this service; save_weights_external makes files for other programs")
-    expires = math.ceil(time.time() + server.settings.server.url_seconds)
-    names = await asyncio.to_thread(files_within, server.folder / found.folder)
-    place = f"{str(request.base_url).rstrip('/')}/api/v1/files/{expires}"
-    run_and_name = found.path.removeprefix("tinker://")
-    urls = {}
-    for name in names:
-        subject = f"{run_and_name}/{name}"
-        urls[name] = f"{place}/{server.signer.sign(subject, expires)}/{subject}"
-    await server.note(caller, "checkpoint_read", found.path)
-    return JSONResponse({"urls": urls, "expires": iso(expires)})
-
-
-async def _file(request: Request) -> Response:
-    server, parts = server_of(request), request.path_params
-    subject = parts["subject"]
-    if not server.signer.is_valid(subject, parts["expires"], parts["signature"], time.time()):
-        raise Refused(403, "the address is not signed by this service, or has expired; ask for a new one")
-    model_id, kind, name, file = subject.split("/", 3)
-    path = parse_path(f"tinker://{model_id}/{kind}/{name}")
-    found = await server.ask(server.store.checkpoint, str(path))
-    if found is None:
-        raise Refused(404, f"there are no saved weights {path}")
-    folder: Path = server.folder / found.folder
-    if file not in await asyncio.to_thread(files_within, folder):
-        raise Refused(404, f"{path} has no file {file[:200]!r}")
-    return FileResponse(folder / file)
-
-
-_ONE = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+ONE_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 CHECKPOINT_ROUTES = [
     Route("/training_runs", _runs, methods=["GET"]),
     Route("/training_runs/{model_id}", _run, methods=["GET"]),
     Route("/training_runs/{model_id}/checkpoints", _checkpoints_of_run, methods=["GET"]),
     Route("/checkpoints", _checkpoints, methods=["GET"]),
-    Route(_ONE, _delete, methods=["DELETE"]),
-    Route(f"{_ONE}/publish", _set_public, methods=["POST", "DELETE"]),
-    Route(f"{_ONE}/ttl", _set_ttl, methods=["PUT"]),
-    Route(f"{_ONE}/external_weights_urls", _urls, methods=["GET"]),
+    Route(ONE_CHECKPOINT, _delete, methods=["DELETE"]),
+    Route(f"{ONE_CHECKPOINT}/publish", _set_public, methods=["POST", "DELETE"]),
+    Route(f"{ONE_CHECKPOINT}/ttl", _set_ttl, methods=["PUT"]),
     Route("/weights_info", _weights_info, methods=["POST"]),
-    Route("/files/{expires:int}/{signature}/{subject:path}", _file, methods=["GET"]),
 ]

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Sample", "exposition"]
+__all__ = ["MetricSample", "exposition"]
 
 PREFIX = "posttrain_"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     """One value of a metric."""
 
     name: str
@@ -34,7 +34,7 @@ def _number(value: float) -> str:
     return repr(float(value)) if value != int(value) else str(int(value))
 
 
-def exposition(samples: Sequence[Sample]) -> str:
+def exposition(samples: Sequence[MetricSample]) -> str:
     """All samples, those of one metric together behind its help and type (exposition format 0.0.4)."""
     lines = []
     for name in dict.fromkeys(sample.name for sample in samples):

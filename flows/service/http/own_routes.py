@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from flows.service.http.callers import Server, server_of
 from flows.service.http.checkpoint_routes import own_run
-from flows.service.http.exposition import Sample, exposition
+from flows.service.http.exposition import MetricSample, exposition
 from flows.service.http.future_routes import own_result
 from flows.service.http.refusals import Refused
 from flows.service.queue_stats import KindStats, kind_stats
@@ -113,22 +113,24 @@ async def _metrics(request: Request) -> Response:
     counts = await server.ask(server.store.counts)
     runs: Any = await server.ask(server.store.runs, None, 1, 0)
     samples = [
-        Sample("service_training_runs", "gauge", "Training runs in the store.", runs.total),
-        Sample("service_waiting_polls", "gauge", "Clients that wait for results.", len(server.room)),
+        MetricSample("service_training_runs", "gauge", "Training runs in the store.", runs.total),
+        MetricSample("service_waiting_polls", "gauge", "Clients that wait for results.", len(server.room)),
     ]
     for kind, stats in kind_stats(depths, timings).items():
         for state in ("waiting", "running"):
             samples.append(
-                Sample("service_requests", "gauge", "Open requests.", getattr(stats, state),
+                MetricSample("service_requests", "gauge", "Open requests.", getattr(stats, state),
                        {"kind": kind, "state": state})
             )  # fmt: skip
         for name, values in (("wait", stats.waited_seconds), ("service", stats.served_seconds)):
             for q, value in values.items():
                 about = f"Quantiles of the {name} time of the newest {RECENT} finished requests."
-                samples.append(Sample(f"service_{name}_seconds", "gauge", about, value, {"kind": kind, "quantile": q}))
+                samples.append(
+                    MetricSample(f"service_{name}_seconds", "gauge", about, value, {"kind": kind, "quantile": q})
+                )
     for name, value in sorted(counts.items()):
         samples.append(
-            Sample("service_worker_total", "counter", "Counts of the worker since the store was made.", value,
+            MetricSample("service_worker_total", "counter", "Counts of the worker since the store was made.", value,
                    {"what": name})
         )  # fmt: skip
     return PlainTextResponse(exposition(samples), media_type="text/plain; version=0.0.4; charset=utf-8")

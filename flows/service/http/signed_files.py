@@ -1,16 +1,20 @@
-"""Addresses of files that work for a while without an API key."""
+"""Files of saved weights: signatures of their addresses, lists, archives."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+import tarfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_core.storage.own_files import own_file
 from rl_core.storage.single_files import create_once, make_folder
 
-__all__ = ["Signer", "files_within"]
+__all__ = ["Signer", "files_within", "tar_of"]
+
+PART = 1 << 20  # bytes that are read at once
 
 
 class Signer:
@@ -36,3 +40,17 @@ def files_within(folder: Path) -> list[str]:
     """Relative names of the plain files below a folder; links are left out."""
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     return [path.relative_to(folder).as_posix() for path in found]
+
+
+def tar_of(folder: Path, names: Sequence[str]) -> Iterator[bytes]:
+    """The files as a tar, piece by piece; equal files give equal bytes."""
+    for name in names:
+        with open(folder / name, opener=own_file, mode="rb") as file:
+            info = tarfile.TarInfo(name)
+            info.size = file.seek(0, 2)
+            file.seek(0)
+            yield info.tobuf()
+            while part := file.read(PART):
+                yield part
+            yield bytes(-info.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

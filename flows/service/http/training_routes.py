@@ -17,7 +17,7 @@ from flows.service.wire.bodies import (
     CreateModelBody,
     GetInfo,
     LoadWeightsBody,
-    Optimizer,
+    OptimizerFamily,
     SaveForSamplerBody,
     read_body,
 )
@@ -40,7 +40,7 @@ def sampler_name(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
-def _optimizer(given: Optimizer) -> dict[str, Any]:
+def _optimizer(given: OptimizerFamily) -> dict[str, Any]:
     """As the client's types have it: AdamW has no versions."""
     return given.model_dump(exclude={"version"} if given.type == "adamw" else None)
 

@@ -74,7 +74,7 @@ class Lora(Body):
     train_attn: bool = True
 
 
-class Optimizer(Body):
+class OptimizerFamily(Body):
     """Family of an optimizer."""
 
     type: Text = "adamw"
@@ -89,7 +89,7 @@ class CreateModelBody(Body):
     base_model: Text
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: OptimizerFamily = OptimizerFamily()
 
 
 class GetInfo(Body):
@@ -116,7 +116,7 @@ class Adam(Body):
     grad_clip_norm: float = 0.0
 
 
-class OptimizerStep(Body):
+class OptimizerParameters(Body):
     """Parameters of an optimizer by its type."""
 
     type: Text = "adamw"
@@ -134,7 +134,7 @@ class OptimStepBody(Body):
     model_id: Id
     seq_id: Seq
     adam_params: Adam | None = None
-    optimizer_params: OptimizerStep | None = None
+    optimizer_params: OptimizerParameters | None = None
 
 
 class SaveWeightsBody(Body):
@@ -180,7 +180,7 @@ class LoadWeightsBody(Body):
     model_id: Id | None = None
     seq_id: Seq | None = None
     base_model: Text | None = None
-    optimizer_config: Optimizer | None = None
+    optimizer_config: OptimizerFamily | None = None
     user_metadata: dict[str, Any] | None = None
     weights_access_token: Text | None = None
 

@@ -13,7 +13,7 @@ from flows.service.wire.bodies import (
     CreateModelBody,
     CreateSamplingSession,
     LoadWeightsBody,
-    Optimizer,
+    OptimizerFamily,
     OptimStepBody,
     SaveExternalBody,
     SaveForSamplerBody,
@@ -62,7 +62,7 @@ def decode(kind: str, payload: bytes, content_type: Literal["json", "protobuf"],
     return _DECODERS[kind](payload, facts, target)
 
 
-def _family(config: Optimizer | None) -> OptimizerKind | None:
+def _family(config: OptimizerFamily | None) -> OptimizerKind | None:
     if config is None:
         return None
     if config.type not in _FAMILIES:

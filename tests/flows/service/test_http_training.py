@@ -1,6 +1,8 @@
 """The clients' routes with a worker: training, saving, loading and sampling, against the engine alone."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 from helpers.service import loss_request, make_engine, random_data, step_request
@@ -158,6 +160,14 @@ def test_exported_weights_are_fetched_by_signed_addresses(service):
     parts = url.split("/")
     parts[1] = str(int(parts[1]) + 1000)
     assert "not signed" in service.call("GET", "/".join(parts), status=403)["detail"]
+    archive = service.call("GET", f"{place}/archive")["url"].removeprefix("http://127.0.0.1:8123/api/v1/")
+    with tarfile.open(fileobj=io.BytesIO(service.call("GET", archive, headers={"X-API-Key": ""}))) as files:
+        assert sorted(files.getnames()) == sorted(found["urls"])
+        config = files.extractfile("adapter_config.json")
+        assert config is not None and json.loads(config.read())["r"] == 4
+    old = service.call("GET", f"training_runs/{run}/checkpoints", headers={"User-Agent": "AsyncTinker/Python 0.25.0"})
+    new = service.call("GET", f"training_runs/{run}/checkpoints", headers={"User-Agent": "AsyncTinker/Python 0.38.0"})
+    assert old["checkpoints"] == [] and new["checkpoints"][0]["checkpoint_type"] == "external"
     service.call("DELETE", place, status=204)
     service.call("GET", url, status=404)
 
