@@ -35,7 +35,12 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.service import ServiceEngineSettings
+from rl_core.settings.service import (
+    ServiceEngineSettings,
+    ServiceServerSettings,
+    ServiceSettings,
+    ServiceWorkerSettings,
+)
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -88,6 +93,9 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "ServiceEngineSettings",
+    "ServiceServerSettings",
+    "ServiceSettings",
+    "ServiceWorkerSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",
