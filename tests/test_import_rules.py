@@ -31,13 +31,14 @@ LEVELS = {
             "importing",
             "json_server",
         },
-        {"cpu", "distributed", "losses", "storage", "trackers"},
+        {"cpu", "distributed", "losses", "storage"},
         {
             "environments",
             "analysis",
             "data",
             "models",
             "capabilities",
+            "trackers",
             "user_code",
         },  # capabilities asks cpu what this machine has
         {"curriculum", "rewards"},
