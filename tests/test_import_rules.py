@@ -28,6 +28,7 @@ LEVELS = {
             "types",
             "errors",
             "memory",
+            "machine_memory",
             "importing",
             "json_server",
         },
@@ -41,7 +42,7 @@ LEVELS = {
             "trackers",
             "user_code",
         },  # capabilities asks cpu what this machine has
-        {"curriculum", "rewards"},
+        {"curriculum", "rewards", "references"},
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers"},
         {"training"},
