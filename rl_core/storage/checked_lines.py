@@ -66,7 +66,7 @@ def intact(line: bytes) -> bool:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Whether a line ends with a checksum, right or wrong."""
+    """True = the line ends with a checksum, right or wrong."""
     return _checksum(line) is not None
 
 

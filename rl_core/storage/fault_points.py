@@ -191,6 +191,8 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("service.covered", "it does", "service"),
         ("service.replayed", "a run is restored and its requests are computed again", "service"),
         ("service.saved", "weights are under their path, the store does not know it", "service"),
+        ("service.exported", "a saved path is exported for the model registry", "service"),
+        ("service.registered", "the registry has its version, the store does not know it", "service"),
         ("service.published", "the weights of a sampler are in their folder, there is no sampler", "service"),
     ),
     "flows": _group(

@@ -38,7 +38,7 @@ class Clients:
         return going
 
     def _is_final(self, request_id: str) -> bool:
-        found = self.store.request(request_id)
+        found = self.store.result(request_id)
         assert found is not None, f"{request_id} is lost"
         return found.is_final
 

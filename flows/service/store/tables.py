@@ -39,7 +39,7 @@ _BIG = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER counts up by
 requests = Table(
     "requests",
     metadata,
-    Column("place", _BIG, primary_key=True, autoincrement=True),
+    Column("place", BigInteger, primary_key=True, autoincrement=False),  # of a counter
     Column("request_id", String(64), nullable=False, unique=True),
     Column("kind", String(32), nullable=False),
     Column("line", String(16), nullable=False),  # see `records.line_of`
@@ -64,7 +64,6 @@ requests = Table(
     Column("category", String(16)),
     Column("forgotten", Boolean, nullable=False, default=False),
     UniqueConstraint("target", "line", "seq"),
-    sqlite_autoincrement=True,  # places are never given twice
 )
 _OPEN = text("state in ('waiting', 'running')")
 Index("requests_open", requests.c.state, requests.c.place, sqlite_where=_OPEN, postgresql_where=_OPEN)

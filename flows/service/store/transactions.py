@@ -74,13 +74,18 @@ class Database:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[sa.Connection]:
-        """A transaction of one writer, committed durably when the block ends. Raises: BackendError."""
+    def writing(self, *, synced: bool = True) -> Iterator[sa.Connection]:
+        """A transaction of one writer, committed when the block ends. Raises: BackendError.
+
+        synced: on the disk by then; else with the next one that is, which is enough for what can be found out again.
+        """
         with self._writer, _named_errors(), self._engine.connect() as connection:
-            connection = connection.execution_options(**{_WRITES: True})
+            connection = connection.execution_options(**{_WRITES: "FULL" if synced else "NORMAL"})
             with connection.begin():
                 if not self.is_sqlite:
                     connection.execute(sa.text("select pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+                    if not synced:
+                        connection.execute(sa.text("set local synchronous_commit to off"))
                 yield connection
                 if not self.is_sqlite:
                     counted(connection, "changes")
@@ -117,10 +122,15 @@ class Database:
         self._engine.dispose()
 
 
+_RAISED = (
+    counters.update().where(counters.c.name == sa.bindparam("counter"))
+    .values(value=counters.c.value + sa.bindparam("by")).returning(counters.c.value)
+)  # fmt: skip
+
+
 def counted(connection: sa.Connection, name: str, by: int = 1) -> int:
     """The new value of a counter, which never falls."""
-    raised = counters.update().where(counters.c.name == name).values(value=counters.c.value + by)
-    value = connection.scalar(raised.returning(counters.c.value))
+    value = connection.scalar(_RAISED, {"counter": name, "by": by})
     if value is None:
         connection.execute(counters.insert().values(name=name, value=by))
         return by
@@ -137,6 +147,8 @@ def _prepare(connection: Any, record: object) -> None:
 
 def _begin(connection: sa.Connection) -> None:
     writes = connection.get_execution_options().get(_WRITES)
+    if writes:
+        connection.exec_driver_sql(f"PRAGMA synchronous={writes}")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import sqlalchemy as sa
 
 import flows.service.store.tables as tables
-from flows.service.store.intake import cancel_where, finish_place, stored
+from flows.service.store.acceptance import stored
+from flows.service.store.intake import cancel_where
 from flows.service.store.records import Answer, StoredRequest
 from flows.service.store.transactions import Database, counted
 from rl_core.errors import ServiceError
@@ -21,6 +22,37 @@ __all__ = ["RequestOutcome", "Ready", "Work"]
 
 _requests, _runs = tables.requests, tables.runs
 LATE = "its deadline passed before it was begun"
+
+# Made once: building a statement costs more than running it.
+_WAITING = (
+    sa.select(
+        _requests.c.request_id, _requests.c.kind, _requests.c.line, _requests.c.target, _requests.c.seq,
+        _requests.c.place, _requests.c.deadline, sa.func.length(_requests.c.payload).label("size"),
+    )
+    .where(_requests.c.state == "waiting").order_by(_requests.c.place).limit(sa.bindparam("most"))
+)  # fmt: skip
+_CHAINS = (
+    sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq)
+    .join(_runs, _runs.c.model_id == _requests.c.target)
+    .where(
+        _requests.c.target.in_(sa.bindparam("targets", expanding=True)), _requests.c.line == "training",
+        _requests.c.seq >= _runs.c.next_seq, _requests.c.state.in_(("waiting", "running", "cancelled")),
+    )
+    .order_by(_requests.c.target, _requests.c.seq)
+)  # fmt: skip
+_IDS = _requests.c.request_id.in_(sa.bindparam("ids", expanding=True))
+_CLAIM = (
+    _requests.update().where(_IDS, _requests.c.state == "waiting")
+    .values(state="running", started=sa.bindparam("now")).returning(_requests)
+)  # fmt: skip
+_OPEN_ONES = sa.select(_requests.c.request_id, _requests.c.target, _requests.c.line, _requests.c.seq).where(
+    _IDS, _requests.c.finished.is_(None)
+)
+_ENDS = ("state", "finished", "finish_place", "answer", "answer_type", "answer_digest", "error", "category")
+_FINISH = _requests.update().where(_requests.c.request_id == sa.bindparam("id")).values(
+    {name: sa.bindparam(name) for name in _ENDS}
+)  # fmt: skip
+_FINISH_FOR_GOOD = _FINISH.values(payload=b"")  # nothing replays it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +92,7 @@ class Work:
         """
         now = self._clock()
         with self._database.reading() as connection:
-            rows = connection.execute(
-                sa.select(
-                    _requests.c.request_id, _requests.c.kind, _requests.c.line, _requests.c.target, _requests.c.seq,
-                    _requests.c.place, _requests.c.deadline, sa.func.length(_requests.c.payload).label("size"),
-                )
-                .where(_requests.c.state == "waiting").order_by(_requests.c.place).limit(8 * limit)
-            ).all()  # fmt: skip
+            rows = connection.execute(_WAITING, {"most": 8 * limit}).all()
             late = [row.request_id for row in rows if row.deadline is not None and row.deadline <= now]
             chains = {} if late else self._chains(connection, {row.target for row in rows if row.line == "training"})
         if late:
@@ -80,15 +106,7 @@ class Work:
     @staticmethod
     def _chains(connection: sa.Connection, targets: set[str]) -> dict[str, set[int]]:
         """Numbers that follow each run's newest computed request without a hole; cancelled ones are no hole."""
-        rows = connection.execute(
-            sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq)
-            .join(_runs, _runs.c.model_id == _requests.c.target)
-            .where(
-                _requests.c.target.in_(targets), _requests.c.line == "training", _requests.c.seq >= _runs.c.next_seq,
-                _requests.c.state.in_(("waiting", "running", "cancelled")),
-            )
-            .order_by(_requests.c.target, _requests.c.seq)
-        )  # fmt: skip
+        rows = connection.execute(_CHAINS, {"targets": sorted(targets)}) if targets else ()
         chains: dict[str, set[int]] = {target: set() for target in targets}
         for target, seq, next_seq in rows:
             chain = chains[target]
@@ -101,11 +119,8 @@ class Work:
         ids = list(request_ids)
         if not ids:
             return []
-        chosen = _requests.c.request_id.in_(ids) & (_requests.c.state == "waiting")
-        with self._database.writing() as connection:
-            rows = connection.execute(
-                _requests.update().where(chosen).values(state="running", started=self._clock()).returning(_requests)
-            ).all()
+        with self._database.writing(synced=False) as connection:
+            rows = connection.execute(_CLAIM, {"ids": ids, "now": self._clock()}).all()
         fault("service.claimed")
         return sorted((stored(row) for row in rows), key=lambda request: request.place)
 
@@ -122,33 +137,33 @@ class Work:
         """Store answers and what becomes true with them, all or nothing; what is final already stays as it is."""
         if not outcomes:
             return
-        now = self._clock()
+        given = [
+            outcome if isinstance(outcome, RequestOutcome) else RequestOutcome(request_id=outcome[0], answer=outcome[1])
+            for outcome in outcomes
+        ]
         with self._database.writing() as connection:
-            for outcome in outcomes:
-                if isinstance(outcome, tuple):
-                    outcome = RequestOutcome(request_id=outcome[0], answer=outcome[1])
-                self._finish_one(connection, outcome, now)
+            rows = connection.execute(_OPEN_ONES, {"ids": [one.request_id for one in given]})
+            known = {row.request_id: row for row in rows}
+            found = [one for one in given if one.request_id in known]
+            if found:
+                last = counted(connection, "finished", len(found))
+                for place, outcome in enumerate(found, last - len(found) + 1):
+                    self._finish_one(connection, outcome, known[outcome.request_id], place)
             fault("service.finishing")
         fault("service.finished")
 
-    def _finish_one(self, connection: sa.Connection, outcome: RequestOutcome, now: float) -> None:
-        same = _requests.c.request_id == outcome.request_id
-        row = connection.execute(
-            sa.select(_requests.c.target, _requests.c.line, _requests.c.seq, _requests.c.finished).where(same)
-        ).one()
-        if row.finished is not None:
-            return
-        values: dict[str, Any] = {"finished": now, "finish_place": finish_place(connection)}
+    def _finish_one(self, connection: sa.Connection, outcome: RequestOutcome, row: sa.Row[Any], place: int) -> None:
+        values: dict[str, Any] = dict.fromkeys(("answer", "answer_type", "answer_digest", "error", "category"))
         if isinstance(outcome.answer, ServiceError):
             values |= {"state": "failed", "error": str(outcome.answer), "category": outcome.answer.category}
         else:
             body = outcome.answer.body
             values |= {"state": "done", "answer": body, "answer_type": outcome.answer.content_type}
             values["answer_digest"] = hashlib.sha256(body).hexdigest()
-        if row.line != "training":
-            values["payload"] = b""  # nothing replays it
-        connection.execute(_requests.update().where(same).values(values))
-        if row.line == "training":
+        values |= {"finished": self._clock(), "finish_place": place, "id": outcome.request_id}
+        is_training = row.line == "training"
+        connection.execute(_FINISH if is_training else _FINISH_FOR_GOOD, values)
+        if is_training:
             run = {"next_seq": row.seq + 1, **outcome.run}
             connection.execute(_runs.update().where(_runs.c.model_id == row.target).values(run))
         for name, content in outcome.rows:

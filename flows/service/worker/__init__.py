@@ -7,5 +7,6 @@ live_runs        runs in memory: snapshots, replay, eviction
 live_samplers    samplers in memory
 weights_on_disk  saved paths
 service_folder   names of files and folders
+saved_versions   saved paths as versions of the model registry
 upkeep           expiry, between rounds
 """

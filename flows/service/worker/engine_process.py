@@ -20,6 +20,7 @@ from flows.service.worker.computing import Computing
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import choose
+from flows.service.worker.saved_versions import SavedVersions
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.upkeep import Upkeep
 from flows.service.worker.weights_on_disk import WeightsOnDisk
@@ -53,6 +54,7 @@ class EngineProcess:
         self._runs.when_unloaded = self._samplers.drop_inflight
         self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers)
         self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
+        self._versions = SavedVersions(engine, store, self._folder, weights, settings)
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -94,6 +96,7 @@ class EngineProcess:
         else:
             number = 0
             self._runs.save_due()
+            self._versions.step()
             until = time.monotonic() + wait
             while not self._stopping.is_set() and time.monotonic() < until:
                 if self._store.wait_for_change(seen, 0.1) != seen:
