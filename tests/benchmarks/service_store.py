@@ -92,6 +92,11 @@ def ask(
             time.sleep(draw.expovariate(1 / pause))
 
 
+def _processor_seconds(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
 def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, Any]:
     """One row."""
     store = ServiceStore(url)
@@ -101,12 +106,14 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
     warm: list[tuple[float, float]] = []
     ask(store, watch, 10_000, 0.0, time.monotonic() + 3.0, warm)
     found: list[tuple[float, float]] = []
+    used = time.process_time(), _processor_seconds(worker.pid)
     until = time.monotonic() + seconds
     threads = [threading.Thread(target=ask, args=(store, watch, n, pause, until, found)) for n in range(askers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    own, others = time.process_time() - used[0], _processor_seconds(worker.pid) - used[1]
     worker.kill()
     accepts, whole = (sorted(values) for values in zip(*found, strict=True))
 
@@ -117,6 +124,7 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
         "askers": askers, "pause_s": pause, "futures": len(found), "per_second": round(len(found) / seconds, 1),
         "accept_p50_ms": quantile(accepts, 0.5), "accept_p99_ms": quantile(accepts, 0.99),
         "future_p50_ms": quantile(whole, 0.5), "future_p99_ms": quantile(whole, 0.99),
+        "asker_cpu_ms": round(1000 * own / len(found), 2), "worker_cpu_ms": round(1000 * others / len(found), 2),
         "load": os.getloadavg()[0],
     }  # fmt: skip
 

@@ -126,7 +126,7 @@ def _forked(body: Callable[[], int], log: Path) -> int:
 
 
 def _asked(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
-    """What a child computes."""
+    """The result of a child."""
     read, write = os.pipe()
 
     def answer() -> int:
