@@ -128,13 +128,13 @@ class Work:
         fault("service.claimed")
         return sorted((stored(row) for row in rows), key=lambda request: request.place)
 
-    def reclaim(self) -> int:
-        """Have requests wait again that a dead worker was computing; their number."""
+    def reclaim(self, *, died: bool = True) -> int:
+        """Have requests wait again that a worker was computing; their number. `died`: count it against them."""
         with self._database.writing() as connection:
             return connection.execute(
                 _requests.update()
                 .where(_requests.c.state == "running")
-                .values(state="waiting", started=None, deaths=_requests.c.deaths + 1)
+                .values(state="waiting", started=None, deaths=_requests.c.deaths + int(died))
             ).rowcount
 
     # -- answers -------------------------------------------------------------------------------------------------------

@@ -211,8 +211,8 @@ class Computing:
     def _decoded(request: StoredRequest) -> Command:
         if request.deaths >= MOST_DEATHS:
             raise ServiceError(
-                f"{request.deaths} workers ended while they computed this request, perhaps for want of memory; send less "
-                "at once",
+                f"{request.deaths} workers ended while they computed this request, perhaps for want of memory; send "
+                "less at once",
                 "server",
             )
         return decode(request.kind, request.payload, request.content_type, request.facts, request.target)

@@ -84,7 +84,7 @@ class EngineProcess:
         """Put back what was being computed, once the store answers."""
         while not self._stopping.is_set():
             try:
-                self._store.reclaim()
+                self._store.reclaim(died=False)
                 return
             except (BackendError, OSError):
                 self._stopping.wait(RETRY_SECONDS)
