@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHECKOUT", "config_names", "find_config", "shipped", "templates"]
+__all__ = ["CHECKOUT", "SERVICE", "config_names", "find_config", "shipped", "templates"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parents[1]
+SERVICE = "service"  # the config of `posttrain service`; all others are pipelines
 CHECKOUT: Path | None = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "configs").is_dir() else None
 
 
@@ -26,7 +27,7 @@ def templates() -> Path:
 
 def config_names() -> list[str]:
     """Names of the shipped configs, as `posttrain run` takes them."""
-    return sorted(path.stem for path in shipped("configs").glob("*.yaml"))
+    return sorted(path.stem for path in shipped("configs").glob("*.yaml") if path.stem != SERVICE)
 
 
 def find_config(path: Path | str) -> Path:

@@ -33,6 +33,7 @@ from flows.service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
 STUCK_SECONDS = 300.0
+LONGEST_LIVES = (0.5, 1.5, 4.0)  # seconds; a restarted worker needs some of them until it computes
 
 
 @dataclass
@@ -154,7 +155,7 @@ def play(one: Round, draw: random.Random | None, most: int) -> int:
         one.start(name)
     while "clients" in one.children:
         if draw is not None and killed < most:
-            time.sleep(draw.uniform(0.0, 1.2))
+            time.sleep(draw.random() * draw.choice(LONGEST_LIVES))
             victims = draw.choices(["worker", "clients", "both"], [6, 2, 2])[0]
             if one.ended("clients") is not None:
                 break

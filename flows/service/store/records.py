@@ -109,6 +109,7 @@ class StoredRequest(NewRequest):
     error: str | None = None  # of failed and cancelled ones
     category: Literal["user", "server"] | None = None
     forgotten: bool = False  # the answer was fetched or has expired
+    deaths: int = 0  # of workers that were computing it
 
     @property
     def is_final(self) -> bool:

@@ -63,6 +63,7 @@ requests = Table(
     Column("error", Text),
     Column("category", String(16)),
     Column("forgotten", Boolean, nullable=False, default=False),
+    Column("deaths", Integer, nullable=False, default=0),
     UniqueConstraint("target", "line", "seq"),
 )
 _OPEN = text("state in ('waiting', 'running')")

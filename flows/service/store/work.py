@@ -27,7 +27,7 @@ LATE = "its deadline passed before it was begun"
 _WAITING = (
     sa.select(
         _requests.c.request_id, _requests.c.kind, _requests.c.line, _requests.c.target, _requests.c.seq,
-        _requests.c.place, _requests.c.deadline, sa.func.length(_requests.c.payload).label("size"),
+        _requests.c.place, _requests.c.deadline, _requests.c.deaths, sa.func.length(_requests.c.payload).label("size"),
     )
     .where(_requests.c.state == "waiting").order_by(_requests.c.place).limit(sa.bindparam("most"))
 )  # fmt: skip
@@ -65,6 +65,7 @@ class Ready:
     seq: int
     place: int
     size: int  # bytes of the payload
+    deaths: int = 0  # of workers that were computing it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,10 @@ class Work:
                 cancel_where(connection, chosen, LATE, now)
             return self.ready(limit)
         found = [row for row in rows if row.line != "training" or row.seq in chains[row.target]]
-        return [Ready(row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0) for row in found[:limit]]
+        return [
+            Ready(row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0, row.deaths)
+            for row in found[:limit]
+        ]
 
     @staticmethod
     def _chains(connection: sa.Connection, targets: set[str]) -> dict[str, set[int]]:
@@ -124,11 +128,13 @@ class Work:
         fault("service.claimed")
         return sorted((stored(row) for row in rows), key=lambda request: request.place)
 
-    def reclaim(self) -> int:
-        """Have requests wait again that a dead worker was computing; their number."""
+    def reclaim(self, *, died: bool = True) -> int:
+        """Have requests wait again that a worker was computing; their number. `died`: count it against them."""
         with self._database.writing() as connection:
             return connection.execute(
-                _requests.update().where(_requests.c.state == "running").values(state="waiting", started=None)
+                _requests.update()
+                .where(_requests.c.state == "running")
+                .values(state="waiting", started=None, deaths=_requests.c.deaths + int(died))
             ).rowcount
 
     # -- answers -------------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ __all__ = ["Computing"]
 log = logging.getLogger(__name__)
 
 MOST_TRIES = 5  # then a request fails, and the others go on
+# Kills from outside hit any request, some again and again; one that takes all memory ends every worker.
+MOST_DEATHS = 16
 
 
 class Computing:
@@ -207,6 +209,12 @@ class Computing:
 
     @staticmethod
     def _decoded(request: StoredRequest) -> Command:
+        if request.deaths >= MOST_DEATHS:
+            raise ServiceError(
+                f"{request.deaths} workers ended while they computed this request, perhaps for want of memory; send "
+                "less at once",
+                "server",
+            )
         return decode(request.kind, request.payload, request.content_type, request.facts, request.target)
 
     @staticmethod

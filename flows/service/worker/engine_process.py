@@ -49,8 +49,9 @@ class EngineProcess:
         engine = TrainingEngine(settings.engine)
         self._most, self._most_runs = settings.worker.batch_requests, settings.engine.max_runs
         weights = WeightsOnDisk(engine, store, self._folder, settings.worker)
+        most_samplers = min(settings.worker.samplers_in_memory, settings.engine.max_samplers)
         self._runs = LiveRuns(engine, store, self._folder, weights, settings.worker)
-        self._samplers = LiveSamplers(engine, store, self._folder, weights, settings.worker.samplers_in_memory)
+        self._samplers = LiveSamplers(engine, store, self._folder, weights, most_samplers)
         self._runs.when_unloaded = self._samplers.drop_inflight
         self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers)
         self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
@@ -83,7 +84,7 @@ class EngineProcess:
         """Put back what was being computed, once the store answers."""
         while not self._stopping.is_set():
             try:
-                self._store.reclaim()
+                self._store.reclaim(died=False)
                 return
             except (BackendError, OSError):
                 self._stopping.wait(RETRY_SECONDS)

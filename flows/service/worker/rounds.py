@@ -16,6 +16,7 @@ from flows.service.store.work import Ready
 __all__ = ["Round", "choose"]
 
 BATCH_BYTES = 64 << 20  # payloads of one batch; the engine cuts passes by itself
+ALONE = 3  # deaths of workers after which a request is computed by itself: it may be the reason
 
 
 @dataclass(slots=True)
@@ -70,12 +71,14 @@ def _in_turns(passes: Sequence[Ready]) -> list[Ready]:
 
 
 def _within(chosen: Sequence[Ready], most: int) -> list[str]:
-    """As many as a batch may hold, one at least."""
+    """As many as a batch may hold, one at least; suspects one by one."""
     found: list[str] = []
     size = 0
     for one in chosen[:most]:
         size += one.size
-        if found and size > BATCH_BYTES:
+        if found and (size > BATCH_BYTES or one.deaths >= ALONE):
             break
         found.append(one.request_id)
+        if one.deaths >= ALONE:
+            break
     return found

@@ -1,5 +1,7 @@
 """Rounds: what is computed together, and turns of runs and samplers."""
 
+import dataclasses
+
 from flows.service.store.work import Ready
 from flows.service.worker.rounds import BATCH_BYTES, choose
 
@@ -38,6 +40,20 @@ def test_chunks_that_came_in_another_order_are_computed_in_that_of_their_numbers
     late = ready("a:fff")
     late = [Ready(one.request_id, one.kind, one.target, 2 - one.seq, one.place, 1) for one in late]
     assert choose(late, 10, 10).passes == ["a2", "a1", "a0"]
+
+
+def test_what_was_computed_when_workers_died_is_computed_by_itself():
+    suspects = [dataclasses.replace(one, deaths=3 * (one.request_id in ("a1", "b0"))) for one in ready("a:fff b:f c:f")]
+    assert choose(suspects, 10, 10).passes == ["a0"]
+    assert choose(suspects[1:3], 10, 10).passes == ["a1"]
+    assert choose(suspects[2:], 10, 10).passes == ["a2"]
+    assert choose([dataclasses.replace(one, deaths=2) for one in suspects], 10, 10).passes == [
+        "a0",
+        "b0",
+        "c0",
+        "a1",
+        "a2",
+    ]
 
 
 def test_a_batch_is_bounded_by_bytes_and_by_the_runs_that_fit_into_memory():

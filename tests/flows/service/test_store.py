@@ -134,7 +134,9 @@ def test_what_a_dead_worker_computed_waits_again(store):
     made = store.accept(create("r"))
     assert [one.request_id for one in store.claim([made.request_id])] == [made.request_id]
     assert store.claim([made.request_id]) == [] and store.ready() == []
-    assert store.reclaim() == 1 and [one.request_id for one in store.ready()] == [made.request_id]
+    assert store.reclaim() == 1 and [(one.request_id, one.deaths) for one in store.ready()] == [(made.request_id, 1)]
+    store.claim([made.request_id])
+    assert store.reclaim(died=False) == 1 and store.request(made.request_id).deaths == 1  # the store was away, say
 
 
 def test_forgotten_answers_stay_known_and_go_in_the_end(store, clock):
@@ -291,6 +293,7 @@ def test_on_postgresql(clock):
         requests = [made, second.accept(loss("r", 1, ())), first.accept(update("r", 2)), first.accept(sample("s", 0))]
         assert [one.request_id for one in second.ready()] == [one.request_id for one in requests]
         assert second.cancel(requests[3].request_id)
+        assert len(first.claim([requests[1].request_id])) == second.reclaim() == 1
         finish(second, *requests[:3])
         assert [request_id for request_id, _ in first.finished_since(0)[0]] == [
             requests[3].request_id,

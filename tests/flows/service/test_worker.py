@@ -122,6 +122,18 @@ def test_a_request_that_fails_is_final_and_the_run_goes_on(store, worker):
     assert worker._store.counts().get("replay_differences", 0) == 0
 
 
+def test_a_request_that_ends_every_worker_fails_and_the_others_go_on(store, worker):
+    ask(store, worker, create("r"))
+    deadly, good = (store.accept(loss("r", seq, random_data(seq))) for seq in (1, 2))
+    for _ in range(16):
+        assert [one.seq for one in store.claim([deadly.request_id])] == [1]
+        store.reclaim()
+    (stepped,) = ask(store, worker, update("r", 3))
+    found = store.request(deadly.request_id)
+    assert (found.state, found.category, found.deaths) == ("failed", "server", 16) and "16 workers" in found.error
+    assert store.request(good.request_id).state == stepped.state == "done"
+
+
 def test_a_refusal_of_the_server_keeps_its_place_in_the_order(store, worker):
     refused = dataclasses.replace(loss("r", 1, ()), facts={"refused": "the body is too odd"})
     _, found, stepped = ask(store, worker, create("r"), refused, update("r", 2))
