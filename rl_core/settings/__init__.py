@@ -26,6 +26,7 @@ from rl_core.settings.policy import (
     PolicySettings,
     ReplaySettings,
 )
+from rl_core.settings.references import ReferenceSettings
 from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
     CoherenceSettings,
@@ -86,6 +87,7 @@ __all__ = [
     "PolicySettings",
     "PreferenceSettings",
     "RegexSettings",
+    "ReferenceSettings",
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
