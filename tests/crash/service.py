@@ -33,7 +33,7 @@ from flows.service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
 STUCK_SECONDS = 300.0
-LONGEST_LIVES = (0.5, 1.5, 4.0)  # seconds; a restarted worker needs some of them until it computes
+LONGEST_LIVES = (0.5, 2.0, 5.0)  # seconds; a restarted worker needs some of them until it computes
 
 
 @dataclass
