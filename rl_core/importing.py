@@ -60,7 +60,7 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
 
 
 def as_finite(value: Any) -> float | None:
-    """Result of a user's function as a number; None where it is none, or not finite."""
+    """Number that a user's function gave; None where it is none, or not finite."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -61,7 +61,7 @@ LEVELS = {
     ],
     "flows": [
         {"runtime", "parameters"},
-        {"monitor", "operations", "post_training", "verification"},
+        {"monitor", "operations", "post_training", "service", "verification"},
         {"evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
@@ -80,6 +80,7 @@ NAMESAKES = {"settings", "api", "recipes"}  # rooms whose files are named after 
 
 # Other file names that occur more than once within a floor.
 SAME_NAME = {
+    "commands.py": "flows: of posttrain up; the training service's requests about saved weights",
     "advantages.py": "rl_core: estimators as functions of tensors; the choice among them by algorithm",
     "preference.py": "rl_core: losses and trainer",
     "trainer.py": "rl_core: one in the room of each algorithm that has a room",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.data.files import BadRow, data_files, read_rows
 from rl_core.data.formats import Kind, format_of
+from rl_core.data.kept_rows import KeptRows
 from rl_core.data.near_duplicates import is_available, near_pairs
 from rl_core.data.records import Records, read_demonstrations, read_preferences
 from rl_core.data.splits import opening_text, prompt_key, prompt_text
@@ -38,7 +39,7 @@ class _File:
     kind: Kind
     formats: Counter[str] = field(default_factory=Counter)
     unread: set[str] = field(default_factory=set)
-    rows: list[Row] = field(default_factory=list)
+    rows: KeptRows = field(default_factory=KeptRows)
     places: list[str] = field(default_factory=list)  # of each row: "line 3", with the file's name in a folder
     problems: list[str] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -104,7 +105,7 @@ def _read(path: Path, kind: Kind, max_rows: int) -> _File:
         found.formats += records.formats
         found.unread |= records.unread
         start, prefix = len(found.rows), f"{file.name} " if len(files) > 1 else ""
-        found.rows += records.rows
+        found.rows.extend(records.rows)
         found.places += [f"{prefix}line {line}" for line in records.lines]
         found.problems += [
             f"{prefix}line {p.line}: {p.field + ': ' if p.field else ''}{p.reason}" for p in records.problems

@@ -31,7 +31,8 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
         }
         if name in evaluated:
             found = evaluated[name]
-            row |= {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
+            if found.get("knows_success", True):
+                row |= {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
             row["reward"] = found["reward"]
         if name == "reward_model":
             row |= {key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY.items()}

@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import TrainingSequence
+from rl_core.data.kept_rows import rows_at
 from rl_core.data.pair_rows import PreferencePart, Use, pairs_of
 from rl_core.data.pairs import Pair
 from rl_core.data.prompt_files import PromptRows, read_prompt_rows
@@ -213,5 +214,5 @@ def _split(
     if otherwise is not None and len({prompt_key(prompt_of(row)) for row in rows}) == 1:
         prompt_of = otherwise
     train, rest_places, _ = split_places(rows, prompt_of, heldout, seed)
-    parts = [_Part([rows[place] for place in some], sequences.of_rows(some)) for some in (train, rest_places)]
+    parts = [_Part(rows_at(rows, some), sequences.of_rows(some)) for some in (train, rest_places)]
     return _Parts(parts[0], parts[1], f"{records.digest} {heldout}")

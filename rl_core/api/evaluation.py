@@ -77,8 +77,14 @@ def play_heldout(
     seed: int,
     keep: Keep | None = None,
 ) -> tuple[Evaluation, Evaluation | None]:
-    """The sampled evaluation, and the greedy one where the settings ask for it. `keep`: keeps failed episodes."""
+    """The sampled evaluation, and the greedy one where the settings ask for it. `keep`: keeps failed episodes.
+
+    Raises: SettingsError for a reward that needs a model.
+    """
     backend = policy.backend()
+    rewards = RewardOrchestrator(settings.rewards) if settings.rewards else None
+    if rewards is not None and rewards.needs_states:
+        raise SettingsError("rewards: curiosity and coherence look at a model while it trains; leave them out")
 
     def once(samples: int, sampling: SamplingSettings) -> Evaluation:
         result = play(
@@ -86,7 +92,7 @@ def play_heldout(
             failures=EpisodeFailures(sampling.max_failed_share, keep=keep),
         )  # fmt: skip
         result.held_out = _held_out(environment, result)
-        return result
+        return result if rewards is None else _rescored(result, rewards)
 
     sampled = once(settings.samples, settings.sampling)
     if not settings.greedy or settings.sampling.temperature == 0:

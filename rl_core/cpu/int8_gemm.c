@@ -69,13 +69,13 @@ static void split_left(const float *x, int64_t stride, int64_t rows, int64_t dep
 }
 
 /* Bytes of packed weights. */
-int64_t packed_size(int64_t lines, int64_t depth) {
+int64_t int8_packed_size(int64_t lines, int64_t depth) {
     int64_t columns = blocks_in(lines, SIDE), chunks = blocks_in(depth, MOST_BLOCKS * DEEP);
     return columns * (blocks_in(depth, DEEP) * RIGHT_DIGITS * TILE + chunks * SIDE * (int64_t)sizeof(float));
 }
 
 /* w [lines, depth], packed: for each 4,096 of depth, what the first digits of each line are worth, then the tiles. */
-void pack_right(const float *w, int64_t lines, int64_t depth, int8_t *out, int threads) {
+void int8_pack_right(const float *w, int64_t lines, int64_t depth, int8_t *out, int threads) {
     int64_t columns = blocks_in(lines, SIDE);
     for (int64_t d = 0; d < depth; d += MOST_BLOCKS * DEEP) {
         int64_t n = least(depth - d, MOST_BLOCKS * DEEP), blocks = blocks_in(n, DEEP);
@@ -185,13 +185,13 @@ static void add_floats(const float *left, int64_t left_stride, const int8_t *kep
         }
 }
 
-/* Bytes that `product_packed` needs for so many threads; `packed_part` needs those of one. */
-int64_t int8_gemm_room(int64_t threads) {
+/* Bytes that `int8_product_packed` needs for so many threads; `int8_packed_part` needs those of one. */
+int64_t int8_packed_room(int64_t threads) {
     return threads * KEPT * (LEFT_DIGITS * TILE + SIDE * (int64_t)sizeof(float));
 }
 
 /* As `vector_packed_part`. */
-void packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride, int64_t rows,
+void int8_packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride, int64_t rows,
                  int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
     int64_t row_blocks = blocks_in(rows, SIDE), column_blocks = blocks_in(columns, SIDE);
     /* Members share out rows; where those are too few, columns, and each splits the rows for itself. */
@@ -244,12 +244,12 @@ void packed_part(const float *left, int64_t left_stride, const int8_t *right, fl
 }
 
 /* c [rows, columns] (+)= left [rows, depth] times packed weights. */
-void product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+void int8_product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                     int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int own = omp_get_thread_num();
-        packed_part(left, left_stride, right, c, c_stride, rows, columns, depth, add, room + own * int8_gemm_room(1), own,
+        int8_packed_part(left, left_stride, right, c, c_stride, rows, columns, depth, add, room + own * int8_packed_room(1), own,
                     omp_get_num_threads());
     }
 }

@@ -11,16 +11,16 @@ N rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
 
 from rl_core.cpu import build
-from rl_core.cpu.allocator import Arena, Scratch
+from rl_core.cpu.allocator import Arena
+from rl_core.cpu.packed_products import PackedProducts
 from rl_core.timing import count
 
-__all__ = ["Int8Gemm", "PackedMatrix", "load", "outlying_inputs"]
+__all__ = ["PackedMatrix", "load", "outlying_inputs"]
 
 LARGEST_IN_LINE = 16.0  # times the typical weight of its line: above that three digits lose what float32 keeps
 _TYPICAL_OF_NORMAL = 0.6069  # (mean |z|^(1/4))^4 of normal z with rms 1
@@ -28,29 +28,10 @@ _PART = 2**18  # weights that are looked at together: their temporaries stay in 
 _SIDE = 16  # lines of a block, as in int8_gemm.c
 
 
-class Int8Gemm:
-    """The compiled functions over float32 tensors on the CPU, their last dimension contiguous."""
-
-    def __init__(self, code: ctypes.CDLL) -> None:
-        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        names = ("packed_size", "int8_gemm_room", "pack_right", "product_packed", "packed_part")
-        self.size, self.room, self.pack, self.product, self.part = (getattr(code, name) for name in names)
-        self.size.argtypes, self.size.restype = (count, count), count
-        self.room.argtypes, self.room.restype = (count,), count
-        self.pack.argtypes, self.pack.restype = (place, count, count, place, number), None
-        self.product.restype = None
-        self.product.argtypes = (place, count, place, place, count, count, count, count, number, place, number)
-        self._scratch = Scratch()
-
-    def place_for(self, threads: int) -> int:
-        """Address of scratch memory for the rows while they are multiplied."""
-        return self._scratch.place(self.room(threads))
-
-
 class PackedMatrix:
     """A packed copy of a contiguous weight [O, I]."""
 
-    def __init__(self, gemm: Int8Gemm, weight_OI: torch.Tensor, arena: Arena) -> None:
+    def __init__(self, gemm: PackedProducts, weight_OI: torch.Tensor, arena: Arena) -> None:
         self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
         inputs_C = outlying_inputs(weight_OI)
@@ -111,7 +92,7 @@ def _rounded_up(number: int, size: int) -> int:
 
 
 @functools.cache
-def load() -> Int8Gemm | None:
+def load() -> PackedProducts | None:
     """The functions, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Int8Gemm(code) if code is not None and code.tiles_ready() else None
+    return PackedProducts(code, "int8") if code is not None and code.tiles_ready() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +61,7 @@ def _message(message: object, place: str) -> dict[str, Any]:
         raise BadRow(place, f"must be an object with role and content, found {describe(message)}")
     fields = {name: value for name, value in message.items() if value is not None}  # Parquet fills in nulls
     role = read_text(fields, "role", f"{place}.role")
-    role = sys.intern(_ALIASES.get(role, role))  # one object for a million messages
+    role = _ALIASES.get(role, role)
     if role not in _ROLES:
         raise BadRow(f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe(role)}")
     allowed = ("role", "content", *_OF_ROLE.get(role, ()))

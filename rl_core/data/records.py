@@ -16,6 +16,7 @@ from typing import Any
 
 from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text, unchanged
 from rl_core.data.formats import Kind, as_demonstration, as_preference, columns_to_read, format_of, unknown_columns
+from rl_core.data.kept_rows import KeptRows, rows_at
 from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError
@@ -65,7 +66,7 @@ class RowProblem:
 class Records:
     """Result of reading a file: usable `rows`, and a problem for every other row."""
 
-    rows: list[Row]
+    rows: Sequence[Row]  # prompts and questions as a list, as they may hold any values
     num_rows: int  # rows read, usable or not
     num_skipped: int  # rows dropped, one per problem
     problems: list[RowProblem]
@@ -208,10 +209,11 @@ def _checked(
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
-    records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
+    kind = _KINDS.get(schema)
+    rows: KeptRows | list[Row] = KeptRows() if kind else []
+    records = Records(rows, num_rows=0, num_skipped=0, problems=[], digest="")
     found: list[tuple[int, RowProblem]] = []  # with the number of the row
     numbers, in_memory = array("q"), not isinstance(source, str | Path)
-    kind = _KINDS.get(schema)
     for file, line, raw in _raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
             break
@@ -226,7 +228,7 @@ def _checked(
             found.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))
             continue
         numbers.append(records.num_rows)
-        records.rows.append(row)
+        rows.append(row)
         records.lines.append(line)
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
@@ -297,7 +299,7 @@ def _refused(
     if not any(reasons):
         return
     kept = [place for place, reason in enumerate(reasons) if not reason]
-    records.rows = [records.rows[place] for place in kept]
+    records.rows = rows_at(records.rows, kept)
     records.lines = [records.lines[place] for place in kept]
 
 

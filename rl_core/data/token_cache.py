@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,10 +34,10 @@ from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers, remove_folder
 from rl_core.storage.folders import publish_folder, put_bytes
-from rl_core.storage.manifest import verify_folder
+from rl_core.storage.manifest import read_manifest, verify_folder
 from rl_core.storage.single_files import replacing
 
-__all__ = ["TokenCache", "Tokens", "rows_digest", "text_size"]
+__all__ = ["TokenCache", "Tokens", "entries_without_source", "rows_digest", "text_size"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class TokenCache:
 
         if name and self.folder is not None:
             try:
-                return self._published(self.folder / name, made)
+                return self._published(self.folder / name, source, made)
             except (CheckpointError, FolderBusy) as error:
                 if (found := self._read(name)) is not None:  # another process was faster
                     return found
@@ -143,11 +143,12 @@ class TokenCache:
                 token_tables.write_column(file, places)
 
         try:
-            publish_folder(self.folder / name, write, {"kind": "part", "table": whole.name, "max_tokens": max_tokens})
+            about = {"kind": "part", "table": whole.name, "max_tokens": max_tokens, "source": source}
+            publish_folder(self.folder / name, write, about)
         except (CheckpointError, FolderBusy) as error:
             logger.warning("token ids of a part are not kept: %s", error)
 
-    def _published(self, entry: Path, made: Callable[[], Iterator[tuple[TokenChunk, Refusals]]]) -> Tokens:
+    def _published(self, entry: Path, source: str, made: Callable[[], Iterator[tuple[TokenChunk, Refusals]]]) -> Tokens:
         refused: Refusals = []
 
         def chunks() -> Iterator[TokenChunk]:
@@ -161,7 +162,7 @@ class TokenCache:
                 token_tables.write_table(file, chunks())
             put_bytes(folder / REFUSED, json.dumps(refused).encode())
 
-        publish_folder(entry, write, {"kind": "tokens"})
+        publish_folder(entry, write, {"kind": "tokens", "source": source})
         return self._noted(entry.name, Tokens(token_tables.read_table(entry / TABLE), refused, entry.name))
 
     def _noted(self, name: str, tokens: Tokens) -> Tokens:
@@ -199,6 +200,20 @@ class TokenCache:
         decisive = [source, tokenizer, renderer.digest, job.kind, job.loss_on, _code(),
                     version("tokenizers"), version("transformers")]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+def entries_without_source(folder: Path, sources: Collection[str]) -> list[Path]:
+    """Entries that are of none of these digests, nor the table of one that is; damaged ones too."""
+    manifests: dict[Path, dict[str, Any]] = {}
+    for entry in sorted(folder.glob("*")):
+        if entry.is_dir() and not entry.is_symlink():
+            try:
+                manifests[entry] = read_manifest(entry)
+            except CorruptError:
+                manifests[entry] = {}
+    kept = {entry for entry, manifest in manifests.items() if manifest.get("source") in sources}
+    tables = {str(manifests[entry].get("table", "")) for entry in kept}
+    return [entry for entry in manifests if entry not in kept and entry.name not in tables]
 
 
 def _tokenizer_digest(renderer: ChatRenderer) -> str | None:

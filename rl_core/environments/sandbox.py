@@ -72,7 +72,8 @@ def enter(
     missing: dict[str, str] = {}
     if sys.platform != "linux":
         return dict.fromkeys(PARTS[:-1], f"not available on {sys.platform}") | _limit(memory_gib)
-    paths = _existing([*_SYSTEM, *_python_paths(), *readable])
+    own = _own_folders()
+    paths = _existing([*_SYSTEM, *_python_paths(own), *readable])
     extra = _existing(writable)
     has_namespaces = _unshare(network, missing)
     if has_namespaces:
@@ -88,7 +89,7 @@ def enter(
     os.environ.update(HOME=work, TMPDIR=work, LOGNAME="sandbox", USER="sandbox")
     _leave_user([*paths, *extra], work, missing)
     _drop_privileges(has_namespaces)
-    _landlock(paths, [work, *extra], network, missing)
+    _landlock(paths, [work, *extra], own, network, missing)
     return missing | _limit(memory_gib)
 
 
@@ -110,18 +111,25 @@ def _existing(paths: Iterable[str]) -> list[str]:
     return kept
 
 
-def _python_paths() -> list[str]:
+def _python_paths(own: list[str]) -> list[str]:
     """Folders that Python imports from. Of the user's own, which may hold secrets, hidden entries are left out."""
     prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     found = [*prefixes, os.path.dirname(sys.executable), os.path.dirname(os.path.realpath(sys.executable))]
     for path in (os.path.abspath(path) for path in sys.path if path):
-        installed = "site-packages" in path or any(path.startswith(prefix + os.sep) for prefix in prefixes)
-        if installed or not os.path.isdir(path):
+        if path not in own:
             found.append(path)
         else:
             with contextlib.suppress(OSError):
                 found += [os.path.join(path, name) for name in os.listdir(path) if not name.startswith(".")]
     return found
+
+
+def _own_folders() -> list[str]:
+    """Folders of the user's own that Python imports from; it lists them to find modules."""
+    prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
+    paths = [os.path.abspath(path) for path in sys.path if path]
+    installed = {p for p in paths if "site-packages" in p or any(p.startswith(prefix + os.sep) for prefix in prefixes)}
+    return [path for path in paths if path not in installed and os.path.isdir(path)]
 
 
 def _unshare(network: bool, missing: dict[str, str]) -> bool:
@@ -232,8 +240,13 @@ def _drop_privileges(ends_with_parent: bool) -> None:
         libc.prctl(_PDEATHSIG, signal.SIGKILL)
 
 
-def _landlock(readable: list[str], writable: list[str], network: bool, missing: dict[str, str]) -> None:
-    """Refuse files outside these paths, TCP, and signals to processes outside; as far as the kernel knows them."""
+def _landlock(
+    readable: list[str], writable: list[str], listed: list[str], network: bool, missing: dict[str, str]
+) -> None:
+    """Refuse files outside these paths, TCP, and signals to processes outside; as far as the kernel knows them.
+
+    `listed`: folders whose names are shown, of hidden files too where there is no root of its own.
+    """
     libc = _libc()
     try:
         version = _checked(libc.syscall(_LANDLOCK_CREATE, None, 0, 1))
@@ -244,7 +257,7 @@ def _landlock(readable: list[str], writable: list[str], network: bool, missing: 
         ]
         ruleset = _checked(libc.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0))
         read, of_files = 0b1101, every & 0b1100000000000111  # execute, read, list; what a plain file can have
-        rules = [(path, read) for path in (*readable, "/proc", "/dev")]
+        rules = [(path, read) for path in (*readable, "/proc", "/dev")] + [(path, 0b1000) for path in listed]
         for path, rights in [*rules, *((path, every) for path in (*writable, *_DEVICES))]:
             _allow(libc, ruleset, path, rights, of_files)
         _checked(libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))

@@ -1,42 +1,55 @@
-"""Child process of `verifiers`: loads the task set and scores replies. See `verifiers_tasks`."""
+"""Child process of `verifiers`: loads a task set and its environment, and plays episodes of one agent, the policy.
+
+An episode is played from its start each time, with the replies so far: each request runs in a process of its own, so
+nothing of a played turn is left. What the environment draws by `random` or numpy comes from the task's number.
+See `verifiers_tasks`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import itertools
+import json
+import random
+import sys
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 __all__ = ["handle", "start"]
 
 _tasks: list[Any] = []
+_environments: list[Any] = []  # the one that plays them
 
 
 def start(setup: dict[str, Any]) -> None:
-    """Import the package and load the task set."""
+    """Import the package; load the task set and its environment."""
     _tasks.extend(_load(setup["taskset"], setup["config"], setup["max_tasks"]))
+    _environments.append(_environment(setup["taskset"], setup["environment"], setup["environment_config"]))
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "rows"} or {"do": "score", "index", "messages", "reply"}; None = the task differs."""
+    """One request: {"do": "rows"} or {"do": "play", "index", "replies"}.
+
+    A play gives the messages so far, the policy's among them, and `scores` once it is over, or `failed`, the reason why
+    the environment could not go on.
+    """
     if request["do"] == "rows":
-        return [_row(task) for task in _tasks]
-    task = _tasks[request["index"]]
-    if _row(task)["messages"] != request["messages"]:
-        return None
-    return asyncio.run(_score(task, request["reply"]))
+        return [_row(index) for index in range(len(_tasks))]
+    return _play(request["index"], request["replies"])
+
+
+# ------------------------------------------------------------------------------------------------------- loading
 
 
 def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
     """First `max_tasks` tasks of an installed task set, or of a class at 'package.module:Class'."""
     from verifiers.v1.utils import loaders
 
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        cls = getattr(importlib.import_module(module), attribute)
-    else:
-        cls = loaders.taskset_class(name)
+    cls = _named(name) if ":" in name else loaders.taskset_class(name)
     generic = loaders.concrete_type(cls, loaders.TasksetConfig, origin=loaders.Taskset) or loaders.TasksetConfig
     taskset = cls(generic.model_validate({**config, **({} if ":" in name else {"id": name})}))
     tasks = list(itertools.islice(taskset, max_tasks))
@@ -44,70 +57,265 @@ def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
         raise ValueError("the task set has no tasks")
     for part in (taskset, tasks[0]):
         if part.toolsets(part.config):
-            raise ValueError("its tasks define their own tools; only single-turn task sets are supported")
+            raise ValueError("its tasks define their own tools; only task sets without tools are supported")
     _refuse_runtime(tasks[0])
     return tasks
 
 
+def _named(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _refuse_runtime(task: Any) -> None:
     """Raise for a task that needs a sandbox, without which some of its rewards would silently be omitted."""
-    import verifiers.v1 as vf
-
     if task.NEEDS_CONTAINER:
-        raise ValueError("its tasks need a container; only single-turn task sets are supported")
+        raise ValueError("its tasks need a container; only task sets without one are supported")
     for name in ("setup", "finalize"):
-        if getattr(type(task), name) is not getattr(vf.Task, name):
+        if _is_own(task, name) and _needs_runtime(getattr(task, name)):
             raise ValueError(f"its tasks have a {name}(), which needs a runtime; only tasks without one are supported")
     for function in task.hooks("reward"):
-        runtime = inspect.signature(function).parameters.get("runtime")
-        if runtime is not None and runtime.default is inspect.Parameter.empty:
+        if _needs_runtime(function):
             raise ValueError(f"its reward '{function.__name__}' needs a runtime; only plain rewards are supported")
+    for function in task.hooks("stop"):
+        if set(inspect.signature(function).parameters) - {"task", "trace"}:
+            raise ValueError(f"its stop '{function.__name__}' takes more than the trace, which is not supported")
 
 
-def _row(task: Any) -> dict[str, Any]:
-    """Messages, kind and target of a task, for the parent process."""
-    data = task.data
-    if data.prompt is None:
-        raise ValueError(f"task {data.idx} has no prompt: its simulated user starts, which needs a multi-turn harness")
-    messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(data.prompt, str):
-        messages.append({"role": "user", "content": data.prompt})
-    else:
-        messages += [{"role": message.role, "content": _text(message.content, data.idx)} for message in data.prompt]
+def _is_own(task: Any, name: str) -> bool:
+    import verifiers.v1 as vf
+
+    return getattr(type(task), name) is not getattr(vf.Task, name)
+
+
+def _needs_runtime(function: Any) -> bool:
+    runtime = inspect.signature(function).parameters.get("runtime")
+    return runtime is not None and runtime.default is inspect.Parameter.empty
+
+
+def _environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
+    """The environment named, else the task set's own, else one that asks for a single reply."""
+    import verifiers.v1 as vf
+    from verifiers.v1.utils import loaders
+
+    cls = _named(name) if ":" in name else loaders.environment_class("" if ":" in taskset else taskset, name)
+    generic = loaders.concrete_type(cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+    # Without its own __init__, which makes the programs and containers of agents that it would start.
+    environment = cls.__new__(cls)
+    environment.config = generic.model_validate(config)
+    seats = _seats(environment.config)
+    if len(seats) != 1:
+        raise ValueError(
+            f"its environment {cls.__name__} has the agents {', '.join(seats) or '(none)'}; only environments with one "
+            "agent, which the policy plays, are supported"
+        )
+    for hook in ("start", "stop"):
+        if getattr(cls, hook) is not getattr(vf.Env, hook):
+            raise ValueError(f"its environment {cls.__name__} has a {hook}(), for servers that run beside episodes")
+    return environment
+
+
+def _seats(config: Any) -> dict[str, Any]:
+    """The agents of an environment's config, by name."""
+    import verifiers.v1 as vf
+
+    return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
+
+
+def _row(index: int) -> dict[str, Any]:
+    """Opening, kind and target of a task, for the parent process."""
+    data = _tasks[index].data
+    found = _play(index, [])
+    if "failed" in found:
+        raise ValueError(f"task {index}: {found['failed']}")
+    if "scores" in found:
+        raise ValueError(f"task {index}: its episode is over before the agent was asked for anything")
     answer = getattr(data, "answer", None)
     return {
-        "messages": messages,
+        "messages": found["messages"],
         "kind": data.name or "",
         "target": answer if isinstance(answer, str) else "",
+        "hidden": _content(data) if type(_environments[0]).__name__ != "SingleAgentEnv" else "",
     }
 
 
-def _text(content: Any, index: int) -> str:
-    if not isinstance(content, str):
-        raise ValueError(f"task {index} has a prompt with non-text content")
-    return content
+def _content(data: Any) -> str:
+    """All fields of a task but its number: a later turn may depend on any of them."""
+    fields = data.model_dump(mode="json") if hasattr(data, "model_dump") else vars(data)
+    return json.dumps({name: value for name, value in fields.items() if name != "idx"}, sort_keys=True, default=str)
 
 
-async def _score(task: Any, reply: str) -> dict[str, Any]:
-    """Rewards and metrics of one reply, from the task's own functions and judges."""
+# ------------------------------------------------------------------------------------------------------- playing
+
+
+def _play(index: int, replies: Sequence[str]) -> dict[str, Any]:
+    random.seed(index)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(index)
+    return asyncio.run(_played(_tasks[index], replies))
+
+
+async def _played(task: Any, replies: Sequence[str]) -> dict[str, Any]:
+    """The episode until a reply is missing, or to its end."""
+    environment = _environments[0]
+    ((name, config),) = _seats(environment.config).items()
+    seat = _Seat(name, config, replies)
+    running = asyncio.ensure_future(_episode(environment, task, seat))
+    await asyncio.wait({running, seat.is_waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        running.cancel()
+        with contextlib.suppress(BaseException):
+            await running
+        return {"messages": seat.exchange.said()}
+    error = running.exception()
+    if isinstance(error, _Scoring):
+        raise error.__cause__ or error
+    if error is not None:
+        return {"messages": [], "failed": f"{type(error).__name__}: {error}"[:500]}
+    return {"messages": seat.exchange.said(), "scores": _scores(seat.exchange.trace)}
+
+
+async def _episode(environment: Any, task: Any, seat: _Seat) -> None:
     import verifiers.v1 as vf
-    from verifiers.v1.configs.agent import AgentConfig
 
-    prompt = _row(task)["messages"]
-    types = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-    nodes = [
-        vf.MessageNode(parent=index - 1 if index else None, message=types[message["role"]](content=message["content"]))
-        for index, message in enumerate(prompt)
-    ]
-    nodes.append(vf.MessageNode(parent=len(nodes) - 1, message=vf.AssistantMessage(content=reply), sampled=True))
-    trace = vf.Trace(
-        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=vf.AgentInfo(config=AgentConfig()),  # required field; no agent runs
-        nodes=nodes,
-    )
-    await task.score(trace)
+    agents = SimpleNamespace(**{seat.name: seat})
+    await environment.setup(agents)
+    await environment.run(task, agents)
+    if seat.exchange is None:
+        raise ValueError("its environment ended without asking the agent for anything")
+    if type(environment).finalize is not vf.Env.finalize:
+        trace = seat.exchange.trace
+        await environment.finalize(task, vf.Episode(task=trace.task, traces=[trace]))
+
+
+def _scores(trace: Any) -> dict[str, Any]:
     return {
         "reward": trace.reward,
         "rewards": {name: reward.score for name, reward in trace.rewards.items() if reward is not None},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
     }
+
+
+class _Scoring(Exception):
+    """The task's own rewards raised, for which the reply may be to blame."""
+
+
+class _Seat:
+    """The policy as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
+
+    def __init__(self, name: str, config: Any, replies: Sequence[str]) -> None:
+        self.name, self.config, self.trainable = name, config, True
+        self.exchange: Any = None
+        self.is_waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._replies = list(replies)
+
+    async def run(self, task: Any) -> Any:
+        if task.data.prompt is None:
+            raise ValueError("it has no prompt, and its environment says nothing before the agent does")
+        async with self.interaction(task) as exchange:
+            await exchange.turn()
+        return exchange.trace
+
+    @contextlib.asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[_Exchange]:
+        if self.exchange is not None:
+            raise ValueError("its environment takes the agent twice in an episode, which is not supported")
+        self.exchange = _Exchange(self, task)
+        if _is_own(task, "setup"):
+            await _called(task.setup, task, self.exchange.trace)
+        yield self.exchange
+        await self.exchange.close()
+
+    async def reply(self) -> str:
+        if not self._replies:
+            self.is_waiting.set_result(None)
+            await asyncio.Event().wait()  # for good: this process ends
+        return self._replies.pop(0)
+
+
+async def _called(function: Any, task: Any, trace: Any) -> Any:
+    """Result of a hook, which takes what it names."""
+    available = {"task": task.data, "trace": trace, "runtime": None}
+    found = function(**{name: available[name] for name in inspect.signature(function).parameters if name in available})
+    return await found if inspect.isawaitable(found) else found
+
+
+class _Exchange:
+    """The package's `Interaction`: each turn is the environment's message and the policy's reply."""
+
+    def __init__(self, seat: _Seat, task: Any) -> None:
+        import verifiers.v1 as vf
+        from verifiers.v1.state import state_cls
+
+        self._seat, self._task, self._is_over = seat, task, False
+        named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        self.trace = vf.Trace(task=named, agent=vf.AgentInfo(config=seat.config), state=state_cls(type(task))())
+        if task.data.system_prompt is not None:
+            self._add(vf.SystemMessage(content=task.data.system_prompt))
+        prompt = task.data.prompt
+        for message in [prompt] if isinstance(prompt, str) else prompt or []:
+            self._add(vf.UserMessage(content=message) if isinstance(message, str) else message)
+
+    async def turn(self, message: Any = None) -> Any:
+        """The reply to a message (a text or a list), or to the task's prompt; `terminated` once a stop holds."""
+        import verifiers.v1 as vf
+
+        if (message is None) != (self.trace.num_turns == 0 and self._task.data.prompt is not None):
+            raise ValueError("the first turn of a task with a prompt has no message, every other one has")
+        if self._is_over or await self._stops():
+            self._is_over = True
+            return vf.Segment(messages=[], terminated=True)
+        for part in [message] if isinstance(message, str) else message or []:
+            self._add(vf.UserMessage(content=part) if isinstance(part, str) else _typed(part))
+        answer = vf.AssistantMessage(content=await self._seat.reply())
+        self._add(answer, sampled=True)
+        return vf.Segment(messages=[answer])
+
+    async def _stops(self) -> bool:
+        most = getattr(self._seat.config, "max_turns", None)
+        if most is not None and self.trace.num_turns >= most:
+            self.trace.stop("max_turns")
+            return True
+        for function in self._task.hooks("stop") if self.trace.num_turns else ():
+            if await _called(function, self._task, self.trace):
+                self.trace.stop(function.__name__)
+                return True
+        return False
+
+    async def close(self) -> None:
+        """End of the exchange: the task's `finalize` and rewards."""
+        self.trace.stop("user_closed")
+        if _is_own(self._task, "finalize"):
+            await _called(self._task.finalize, self._task, self.trace)
+        try:
+            await self._task.score(self.trace)
+        except Exception as error:
+            raise _Scoring from error
+
+    def said(self) -> list[dict[str, str]]:
+        """Messages so far."""
+        return [{"role": node.message.role, "content": _text(node.message.content)} for node in self.trace.nodes]
+
+    def _add(self, message: Any, sampled: bool = False) -> None:
+        import verifiers.v1 as vf
+
+        last = len(self.trace.nodes) - 1
+        self.trace.nodes.append(vf.MessageNode(parent=last if last >= 0 else None, message=message, sampled=sampled))
+
+
+def _typed(message: Any) -> Any:
+    """A message of the package, of one or of a plain object."""
+    if not isinstance(message, dict):
+        return message
+    import verifiers.v1 as vf
+
+    types = {"system": vf.SystemMessage, "user": vf.UserMessage}
+    if message.get("role") not in types:
+        raise ValueError(f"its environment says something as '{message.get('role')}', which is not supported")
+    return types[message["role"]](content=message["content"])
+
+
+def _text(content: Any) -> str:
+    if not isinstance(content, str):
+        raise ValueError("a message has content other than text, which is not supported")
+    return content

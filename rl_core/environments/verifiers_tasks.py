@@ -1,10 +1,12 @@
-"""`verifiers`: prompts and rewards of a single-turn task set of the verifiers package (version 0.4).
+"""`verifiers`: task sets and environments of the verifiers package (version 0.4), of one turn or several.
 
-    user    the task's prompt
-    policy  a reply; the task's own reward functions and judges score it
+    user    the task's prompt, or what its environment says first
+    policy  a reply
+    user    what the environment answers, and so on until it ends; the task's own reward functions and judges score it
 
-The package runs in subprocesses with a time limit (timeout = reward 0), since rewards may execute model output. Task
-sets with tools, containers or a simulated user need the package's own harness and are refused.
+The package runs in subprocesses with a time limit (timeout = reward 0), since rewards may execute model output. Each
+turn is played in a fresh process from the start of the episode, with the replies so far; an environment that then says
+something else than before is refused. So are task sets with tools or containers, and environments of several agents.
 """
 
 from __future__ import annotations
@@ -31,29 +33,36 @@ _LEVEL = "all"
 
 
 class VerifiersEpisode(Episode):
-    """One prompt and one reply."""
+    """One task: its opening, and an answer of the environment to each reply but the last."""
 
     def __init__(self, environment: Verifiers, seed: int, index: int, row: dict[str, Any]) -> None:
         super().__init__(seed, _LEVEL)
-        self.kind, self.target = row["kind"], row["target"]
+        self.kind, self.target, self.hidden = row["kind"], row["target"], row["hidden"]
         self._environment, self._index = environment, index
         self._messages = [Message(role=m["role"], content=m["content"]) for m in row["messages"]]
+        self._opening, self._replies = len(self._messages), list[str]()
         self.prompt = self._messages[-1]["content"]
 
     def reset(self) -> list[Message]:
-        """Prompt of the task."""
-        return list(self._messages)
+        """Messages before the first reply."""
+        return self._messages[: self._opening]
 
     def act(self, text: str) -> Step:
-        """Score the reply."""
-        scores: dict[str, Any] = {}
+        """The environment's answer to a reply, or its scores. Raises: EnvironmentFault if it could not go on."""
+        self._replies.append(text)
+        self._messages.append(Message(role="assistant", content=text))
+        found: dict[str, Any] = {}
 
         def score() -> float:
-            scores.update(self._environment.score(self._index, self._messages, text))
-            return float(scores["reward"])
+            found.update(self._environment.play(self._index, self._messages, self._replies))
+            return float(found["scores"]["reward"]) if "scores" in found else 0.0
 
         step = judge(self, text, score, self._environment.success_at)
-        step.info |= scores
+        if not step.is_error and "scores" not in found:
+            said = [Message(role=m["role"], content=m["content"]) for m in found["messages"][len(self._messages) :]]
+            self._messages += said
+            return Step(messages=said)
+        step.info |= found.get("scores", {})
         return step
 
 
@@ -70,6 +79,8 @@ class Verifiers(Environment):
         *,
         taskset: str,
         config: dict[str, Any] | None = None,
+        environment: str = "",
+        environment_config: dict[str, Any] | None = None,
         max_tasks: int = 1000,
         heldout: float = 0.1,
         success_at: float = 1.0,
@@ -84,11 +95,14 @@ class Verifiers(Environment):
         Args:
             taskset: id of an installed task set, or 'package.module:Class' of a `Taskset`.
             config: fields of the task set's config.
+            environment: id of an installed environment, or 'package.module:Class' of an `Env` with one agent; "" = the
+                task set's own, else one reply a task.
+            environment_config: fields of the environment's config.
             max_tasks: number of tasks loaded, from the first on.
             heldout: share of tasks, split by prompt, held out from training.
             success_at: minimum total reward of a success.
             workers: maximum number of subprocesses.
-            timeout_s: time limit for scoring one reply; on timeout it earns 0.
+            timeout_s: time limit for a turn, all earlier ones included, and its scoring; on timeout it earns 0.
             pass_variables: names of environment variables needed by the rewards, such as a judge's API key.
             network: let the subprocesses use the network (a judge, a data set to download) and write into the cache of
                 Hugging Face, which they can read in any case.
@@ -108,7 +122,13 @@ class Verifiers(Environment):
         cache = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
         self._children = ChildPool(
             _SCRIPT,
-            setup={"taskset": taskset, "config": config or {}, "max_tasks": max_tasks},
+            setup={
+                "taskset": taskset,
+                "config": config or {},
+                "max_tasks": max_tasks,
+                "environment": environment,
+                "environment_config": environment_config or {},
+            },
             count=workers,
             timeout_s=timeout_s,
             memory_gib=memory_gib,
@@ -146,19 +166,24 @@ class Verifiers(Environment):
         index, row = rows[place]
         return VerifiersEpisode(self, seed, index, row)
 
-    def score(self, index: int, messages: Sequence[Message], reply: str) -> dict[str, Any]:
-        """{reward, rewards, metrics} of a reply to the task at `index`, whose prompt is `messages`.
+    def play(self, index: int, messages: Sequence[Message], replies: Sequence[str]) -> dict[str, Any]:
+        """All messages of the task at `index` after these replies, and {reward, rewards, metrics} at its end.
 
-        Every child loads the task set itself. Raises: ChildFailed; EnvironmentFault if their task orders differ.
+        Every child loads the task set itself.
+        Args:
+            messages: what was said so far, the replies among it.
+        Raises: ChildFailed; EnvironmentFault if the environment failed, or if it says something else than before.
         """
-        request = {"do": "score", "index": index, "messages": list(messages), "reply": reply}
-        scores: dict[str, Any] | None = self._children.ask(request)
-        if scores is None:
+        found: dict[str, Any] = self._children.ask({"do": "play", "index": index, "replies": list(replies)})
+        if "failed" in found:
+            raise EnvironmentFault(f"options.taskset: '{self._taskset}', task {index}: {found['failed']}")
+        if found["messages"][: len(messages)] != list(messages):
+            changed = "task" if len(replies) == 1 else "conversation"
             raise EnvironmentFault(
-                f"options.taskset: '{self._taskset}' has a different task {index} each time it is loaded; "
-                "fix its order, for instance with a seed in options.config"
+                f"options.taskset: '{self._taskset}' has a different {changed} {index} each time it is loaded; fix its "
+                "order and what it draws, for instance with a seed in options.config"
             )
-        return scores
+        return found
 
     def _rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:
         with self._lock:
@@ -175,7 +200,7 @@ class Verifiers(Environment):
             raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}{hint}") from error
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
-            split = "heldout" if is_heldout(digest(row["messages"]), self._heldout) else "train"
+            split = "heldout" if is_heldout(digest([row["messages"], row["hidden"]]), self._heldout) else "train"
             splits[split].append((index, row))
         for split, found in splits.items():
             if not found:

@@ -36,7 +36,12 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.service import ServiceEngineSettings
+from rl_core.settings.service import (
+    ServiceEngineSettings,
+    ServiceServerSettings,
+    ServiceSettings,
+    ServiceWorkerSettings,
+)
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -90,6 +95,9 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "ServiceEngineSettings",
+    "ServiceServerSettings",
+    "ServiceSettings",
+    "ServiceWorkerSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",

@@ -250,6 +250,9 @@ class EvaluationSettings(Settings):
     samples: int = setting(1, ge=1, le=65_536, doc="rollouts per episode; above 1 reports pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
+    rewards: dict[str, float] = setting(
+        {}, is_code=True, doc="reward components and their weights that score the episodes; {} = the environment alone"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

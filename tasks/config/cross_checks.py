@@ -258,31 +258,40 @@ def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import
     from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
     policy = settings.stages.policy
-    for name, weight in policy.rewards.items() if policy is not None else ():
-        if name == "learned" or (":" in name and not import_code):
-            continue
+    for key, name, weight in _named_rewards(settings, import_code):
         with contextlib.suppress(PosttrainError):  # `_rewards` says what is wrong with it
             rewards = RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
             try:
                 rewards.check_columns(columns)
             except PosttrainError as error:
-                yield _finding((*POLICY, "rewards", name), str(error), ("environment",))
+                yield _finding(key, str(error), ("environment",))
+
+
+def _named_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[tuple[Key, str, float]]:
+    """(key, name, weight) of every reward that can be made here."""
+    for stage in ("policy", "evaluate"):
+        for name, weight in getattr(getattr(settings.stages, stage), "rewards", {}).items():
+            if name != "learned" and (":" not in name or import_code):
+                yield ("stages", stage, "rewards", name), name, weight
 
 
 def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
     policy = settings.stages.policy
+    for place, name, weight in _named_rewards(settings, import_code):
+        try:
+            RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
+        except PosttrainError as error:
+            yield _finding(place, str(error).partition(": ")[2] or str(error))
+    if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
+        yield _finding(
+            ("stages", "evaluate", "rewards", "learned"),
+            "the reward model scores while a policy trains; name a verifier or a function here",
+        )
     if policy is None:
         return
     key: Key = (*POLICY, "rewards")
-    for name, weight in policy.rewards.items():
-        if name == "learned" or (":" in name and not import_code):
-            continue
-        try:
-            RewardOrchestrator({name: weight}, options=policy.reward_options)
-        except PosttrainError as error:
-            yield _finding((*key, name), str(error).partition(": ")[2] or str(error))
     by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
     if not all(any(weights.values()) for weights in by_stage):
         yield _finding(key, "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}")

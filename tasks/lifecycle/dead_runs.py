@@ -22,7 +22,7 @@ from tasks.tracking import Tracking
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
 from tasks.tracking.replay import journals
 
-__all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "recorded_runs"]
+__all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "recorded_runs", "recorded_sweeps"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,12 @@ def recorded_runs(output: Path) -> list[RunRecord]:
     """All pipeline runs of an output folder, the newest first."""
     found = [_record(path.parent.parent) for path in output.glob("*/runs/*/.tracking/events.jsonl")]
     return sorted((record for record in found if record), key=lambda record: record.started, reverse=True)
+
+
+def recorded_sweeps(home: Path) -> list[RunRecord]:
+    """The sweeps of a pipeline's folder; their trials are in `trials/*/runs/*` of each."""
+    found = [_record(path.parent.parent) for path in home.glob("sweeps/*/.tracking/events.jsonl")]
+    return [dataclasses.replace(one, started=one.started.removeprefix("sweep ")) for one in found if one]
 
 
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}

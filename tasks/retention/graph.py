@@ -1,10 +1,10 @@
 """Reachability analysis for garbage collection: a pipeline's runs, versions and finished stages as a graph.
 
-Reachable are the newest runs, every run that is open (it waits for approval, or lives on another machine), every
-version with an alias, the champion before the present one (`posttrain promote` goes back to it), and the ancestors of
-all of these: the version and the model that training began with, the reward model, the data, and the runs that
-made them. Edges are the inputs' digests that every stage run is tagged with. If a stage's inputs are no longer known,
-everything that might have been one is kept.
+Reachable are the newest runs (a sweep with its trials is one), every run that is open (it waits for approval, or lives
+on another machine), every version with an alias, the champion before the present one (`posttrain promote` goes back to
+it), and the ancestors of all of these: the version and the model that training began with, the reward model, the data,
+and the runs that made them. Edges are the inputs' digests that every stage run is tagged with. If a stage's inputs are
+no longer known, everything that might have been one is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_core.errors import CorruptError
 from rl_core.storage.manifest import digest_bytes, read_manifest
-from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
+from tasks.lifecycle.dead_runs import RunRecord, recorded_runs, recorded_sweeps
 from tasks.pipeline.result import content_digest
 from tasks.stage_registry import result_stages
 from tasks.tracking import ModelVersion, Tracking
@@ -51,19 +51,22 @@ class RetentionGraph:
 
     def __init__(self, tracking: Tracking, home: Path) -> None:
         self.tracking, self.home, self.name = tracking, home, home.name
-        self.records = [record for record in recorded_runs(home.parent) if record.pipeline == home.name]
+        records = [record for record in recorded_runs(home.parent) if record.pipeline == home.name]
+        sweeps = recorded_sweeps(home)
+        self.sweeps = {record.folder for record in sweeps}
+        self.records = sorted([*records, *sweeps], key=lambda record: record.started, reverse=True)
         quoted = home.name.replace("'", "")
         self.runs = {run.run_id: run for run in stored_runs(tracking.store, f"tags.pipeline = '{quoted}'")}
         self.trees: dict[str, list[str]] = {}
         for run in self.runs.values():
-            self.trees.setdefault(run.parent or run.run_id, []).append(run.run_id)
+            self.trees.setdefault(self._root(run.run_id), []).append(run.run_id)
         registry = tracking.registry
         self.versions: dict[tuple[str, int], ModelVersion] = {
             (name, version.version): version for name in registry.names() for version in registry.versions(name)
             if version.tags.get("pipeline") == home.name
         }  # fmt: skip
         self.folders = {folder.path: folder for folder in _finished(home, self.runs)}
-        self.whole: set[str] = set()  # pipeline runs of which everything stays
+        self.whole: set[str] = set()  # pipeline runs and sweeps of which everything stays
         self.lineage: set[str] = set()  # stage runs that made something needed
         self.needed_versions: set[tuple[str, int]] = set()
         self.needed_folders: set[Path] = set()
@@ -84,10 +87,14 @@ class RetentionGraph:
 
     def _need_recorded(self, record: RunRecord) -> None:
         """Follow a run's inputs by its own journals, since the store may have been away."""
-        sources = {value for tag, value in _tags(record.folder).items() if tag.startswith("cached.")}
+        folders = [record.folder]
+        if record.folder in self.sweeps:
+            folders = [path.parent.parent for path in record.folder.glob("trials/*/runs/*/.tracking/events.jsonl")]
+        sources = {value for folder in folders for tag, value in _tags(folder).items() if tag.startswith("cached.")}
+        parents = set(map(str, folders))
         for journal in (self.home / "stages").glob("*/*.tracking"):
             start = next((event for event, _ in read_lines(events_path(journal))), {})
-            if start.get("parent_folder") == str(record.folder):
+            if start.get("parent_folder") in parents:
                 sources.add(journal.name.partition(".")[0])
         self.live_keys |= sources
         self.needed_folders |= {p for p, folder in self.folders.items() if {folder.key, folder.run_id} & sources}
@@ -103,7 +110,7 @@ class RetentionGraph:
         for key in self.needed_versions & set(self.versions):
             run = self.runs.get(self.versions[key].run_id or "")
             if run is not None:
-                self.whole.add(run.parent or run.run_id)
+                self.whole.add(self._root(run.run_id))
 
     def need_other_pipelines(self) -> None:
         """Mark the starting points of other pipelines: versions of this one, and folders that their settings name."""
@@ -115,13 +122,18 @@ class RetentionGraph:
             if record.pipeline != self.name and isinstance(path, str):
                 self.needed_folders |= {folder for folder in self.folders if folder in Path(path).absolute().parents}
 
+    def _root(self, run_id: str) -> str:
+        """The pipeline run that a run is of, or the sweep."""
+        while run_id in self.runs and self.runs[run_id].parent:
+            run_id = self.runs[run_id].parent
+        return run_id
+
     # -- where it leads -----------------------------------------------------------------------------------------
 
     @property
     def needed_runs(self) -> set[str]:
         """Pipeline runs that stay in the store, with all their stage runs."""
-        made = {self.runs[run_id].parent or run_id for run_id in self.lineage}
-        return self.whole | made
+        return self.whole | {self._root(run_id) for run_id in self.lineage}
 
     @property
     def followed(self) -> set[str]:

@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.token_cache import entries_without_source
+from rl_core.storage.manifest import read_manifest
+from tasks.lifecycle.dead_runs import RunRecord
 from tasks.retention.graph import KEY, RetentionGraph
+from tasks.stages.part_tokens import CACHE
 from tasks.tracking import Tracking
 from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of
 
@@ -21,7 +25,7 @@ __all__ = ["Removal", "RetentionPlan", "make_plan"]
 class Removal:
     """One removal."""
 
-    what: str  # run, stage, unfinished stage, journal, version, download, set aside
+    what: str  # run, sweep, stage, unfinished stage, journal, version, download, token ids, set aside
     label: str
     bytes: int  # that are free once all items of the plan are gone
 
@@ -81,6 +85,7 @@ class _Planner:
         self._versions()
         self._stages()
         self._downloads()
+        self._tokens()
         for _, _, paths in self._items:
             for path in paths:
                 self.sizes.add(path)
@@ -108,10 +113,13 @@ class _Planner:
             label = f"{name} ({len(runs)} MLflow runs{f', {count} traces' if count else ''})"
             self._add("run", label, *(run.artifacts for run in runs), own=False)
             if tree in records:
-                self._add("journal", records[tree].started, records[tree].folder)
+                self._add(self._kind(records[tree]), records[tree].started, records[tree].folder)
         for record in graph.records:  # runs that the store never knew, or has lost
             if record.run_id not in graph.trees and record.run_id not in graph.needed_runs:
-                self._add("journal", record.started, record.folder)
+                self._add(self._kind(record), record.started, record.folder)
+
+    def _kind(self, record: RunRecord) -> str:
+        return "sweep" if record.folder in self.graph.sweeps else "journal"
 
     def _versions(self) -> None:
         """Versions, and logged models that belong to none that stays."""
@@ -158,6 +166,13 @@ class _Planner:
             for path in sorted((self.home / place).glob("*-v*-*")):
                 if path.is_dir() and not path.name.startswith(kept or ("\0",)):
                     self._add("download", path.name, path)
+
+    def _tokens(self) -> None:
+        """Token ids of rows that no data stage that stays has written; they can be made again."""
+        data = {path for path in self.graph.needed_folders if path.parent.name == "prepare_data"}
+        sources = {entry["sha256"] for path in data for entry in read_manifest(path)["files"].values()}
+        for path in entries_without_source(self.home / "stages" / "prepare_data" / CACHE, sources):
+            self._add("token ids", path.name, path)
 
 
 class _Sizes:

@@ -117,7 +117,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         result, greedy = play_heldout(policy, environment, requests, settings, context.pipeline.seed, keep)
         metrics = result.metrics(f"eval/{name}")
         stored[name] = result.to_json()
-        row = _row(result)
+        row = _row(result) | {"knows_success": environment.knows_success}
         if greedy is not None:
             stored[f"{name}_greedy"] = greedy.to_json()
             metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
@@ -136,7 +136,9 @@ def _body(context: StageContext) -> dict[str, Any]:
     fault("evaluation.written")
     context.tracker.log_artifact(context.folder / "evaluation.json")
     context.tracker.progress(len(names), len(names))
-    note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
+    said = "success" if environment.knows_success else "reward (there is no success: no verifier tells it)"
+    key, form = ("success", ".1%") if environment.knows_success else ("reward", ".3f")
+    note = ", ".join(f"{name} {row[key]:{form}}" for name, row in table.items())
     held_out = {level: environment.held_out(level) for level in dict.fromkeys(request.level for request in requests)}
     seen = [level for level, found in held_out.items() if found.by != "content"]
     if lost := sum(row["failed_episodes"] for row in table.values()):
@@ -147,7 +149,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         "models": table,
         "episodes": len(requests),
         "held_out": {level: found.to_json() for level, found in held_out.items()},
-        "note": f"success on {len(requests)} held-out episodes: {note}",
+        "note": f"{said} on {len(requests)} held-out episodes: {note}",
     }
 
 

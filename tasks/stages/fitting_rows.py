@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rl_core.data import records
 from rl_core.data.conversation import cut_sequences
 from rl_core.data.formats import Kind
+from rl_core.data.kept_rows import KeptRows
 from rl_core.data.pair_rows import side_at
 from rl_core.data.preference_rows import cut_sides
 from rl_core.data.token_cache import Tokens
@@ -28,9 +29,13 @@ Row = dict[str, Any]
 class Found:
     """Rows and the place of each, for messages."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: KeptRows = field(default_factory=KeptRows)
     source: str = ""
     places: list[tuple[str, int]] = field(default_factory=list)  # file and line
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Leave out all but these rows."""
+        self.rows, self.places = self.rows.select(kept), [self.places[row] for row in kept]
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def keep_what_fits(
     if not kept:
         raise DataError(f"{found.source}: every row is longer than {limit} tokens; raise max_tokens, or cut long_rows")
     for row in cut:
-        found.rows[row] = {**found.rows[row], "max_tokens": limit}
+        found.rows.replace(row, {**found.rows[row], "max_tokens": limit})
     max_tokens = limit if cut else None
     places = tokens.rows.places_of(kept)
     if cut and kind == "demonstrations":  # a sequence that has no loss left is left out
@@ -87,7 +92,7 @@ def keep_what_fits(
     summary[f"{kind}_too_long"] = len(too_long)  # bad rows, or left out
     summary[f"{kind}_cut"] = len(cut)
     summary[f"{kind}_tokens"] = int(Tokens(tokens.rows.select(places, max_tokens)).longest(len(found.rows)).sum())
-    found.rows, found.places = [found.rows[row] for row in kept], [found.places[row] for row in kept]
+    found.keep(kept)
     return Fitting(tokens.rows, np.asarray(kept, np.int64), places, max_tokens)
 
 

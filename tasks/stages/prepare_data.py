@@ -10,7 +10,8 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def _body(context: StageContext) -> dict[str, Any]:
             continue
         _leave_out_repeats(context, found, prompt_of, summary, kind)
         job, rows = Job(kind), found.rows
-        tokens = cache.tokens(rows_digest(rows), rows.copy, renderer, job, text_size(rows))
+        every = range(len(rows))
+        tokens = cache.tokens(rows_digest(rows), partial(rows.select, every), renderer, job, text_size(rows))
         fitting = keep_what_fits(found, tokens, kind, length, context.settings, summary)
         parts = _split_and_write(context, kind, found.rows, prompt_of, summary)
         for path, places in zip(part_files(context.folder, kind), parts, strict=True):
@@ -151,8 +153,8 @@ def _told_apart(found: Found) -> Found:
     first = next(openings, None)
     if first is not None and all(opening == first for opening in openings) and all("seed" in row for row in found.rows):
         logger.warning("%s: all demonstrations begin with the same text; they are held out by seed only", found.source)
-        for row in found.rows:
-            row["question"] = f"{row.get('level', '')} {row['seed']}"
+        for place, row in enumerate(found.rows):
+            found.rows.replace(place, {**row, "question": f"{row.get('level', '')} {row['seed']}"})
     return found
 
 
@@ -188,8 +190,9 @@ def _read(context: StageContext, name: str, path: str, reader: Callable[..., rec
         context.tracker.log_dataset(file, read.digest, name, "training")
         rows, skipped, digests = rows + read.num_rows, skipped + read.num_skipped, [*digests, read.digest]
         copies, contradictions = copies + len(read.repeats.copies), contradictions + len(read.repeats.contradictions)
-        found.rows += read.rows
-        found.places += [(str(file), line) for line in read.lines]
+        found.rows.extend(read.rows)
+        name_of_file = str(file)
+        found.places += [(name_of_file, line) for line in read.lines]
     digest = digests[0] if len(digests) == 1 else digest_bytes("\n".join(digests).encode())
     summary[f"{name}_file"] = {
         "rows": rows, "skipped": skipped, "copies": copies, "contradictions": contradictions, "sha256": digest,
@@ -205,11 +208,8 @@ def _tokenizer_and_model(
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
         return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
-    texts = [text for row in sets["demonstrations"].rows for text in _all_texts(row["messages"])]
-    columns = ("prompt", "chosen", "rejected", "completion")
-    sides = [row[name] for row in sets["preferences"].rows for name in columns if name in row]
-    texts += [text for side in sides for text in ([side] if isinstance(side, str) else _all_texts(side))]
-    tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
+    has_texts = any(len(found.rows) for found in sets.values())
+    tokenizer = train_tokenizer(_row_texts(sets) if has_texts else _opening_texts(environment), settings.vocab_size)
     causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
@@ -222,6 +222,15 @@ def _texts(message: Row) -> list[str]:
     """Everything in a message that becomes tokens."""
     calls = [call_text(call) for call in message.get("tool_calls", ())]
     return [text for text in (message.get("reasoning_content"), message["content"], *calls) if text]
+
+
+def _row_texts(sets: Mapping[str, Found]) -> Iterator[str]:
+    """Everything in all rows that becomes tokens."""
+    for row in sets["demonstrations"].rows:
+        yield from _all_texts(row["messages"])
+    for row in sets["preferences"].rows:
+        for side in (row[name] for name in ("prompt", "chosen", "rejected", "completion") if name in row):
+            yield from [side] if isinstance(side, str) else _all_texts(side)
 
 
 def _all_texts(messages: Iterable[Row]) -> list[str]:
@@ -240,7 +249,7 @@ def _leave_out_repeats(
         first.setdefault(digest_of(row if kind == "rows" else splits.prompt_key(prompt_of(row))), index)
     kept = sorted(first.values())
     summary[f"{name}_repeats_left_out"] = len(found.rows) - len(kept)
-    found.rows, found.places = [found.rows[index] for index in kept], [found.places[index] for index in kept]
+    found.keep(kept)
 
 
 def _opening_texts(environment: Environment) -> list[str]:
@@ -265,7 +274,7 @@ _PROMPTS: dict[Kind, Callable[[Row], str]] = {
 
 
 def _split_and_write(
-    context: StageContext, kind: Kind, rows: list[Row], prompt_of: Callable[[Row], str], summary: Row
+    context: StageContext, kind: Kind, rows: Sequence[Row], prompt_of: Callable[[Row], str], summary: Row
 ) -> tuple[list[int], list[int]]:
     """Split by prompt, report duplicates and overlap, write both parts; returns the places of the rows of each."""
     train, heldout, report = splits.split_places(rows, prompt_of, context.settings.heldout_fraction, context.seed)

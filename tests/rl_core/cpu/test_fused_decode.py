@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep
+from rl_core.cpu.packed_products import PackedProducts
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import draw
@@ -156,7 +157,7 @@ def products(request, monkeypatch):
     if code is None or not code.vectors_ready():
         pytest.skip("needs a C compiler, and a processor with vectors of 8 numbers")
     monkeypatch.setattr(build, "load", lambda: code)
-    monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code) if request.param == "tiles" else None)
+    monkeypatch.setattr(int8_gemm, "load", lambda: PackedProducts(code, "int8") if request.param == "tiles" else None)
     assert packed_vectors.load() is not None
 
 

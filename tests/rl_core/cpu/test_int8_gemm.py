@@ -7,6 +7,7 @@ from helpers.tile_code import tile_code
 from rl_core import timing
 from rl_core.cpu import int8_gemm
 from rl_core.cpu.allocator import Arena
+from rl_core.cpu.packed_products import PackedProducts
 
 needs_tiles = pytest.mark.skipif(tile_code() is None, reason="needs a C compiler")
 
@@ -23,7 +24,7 @@ def numbers():
 
 
 def packed(weight):
-    return int8_gemm.PackedMatrix(int8_gemm.Int8Gemm(tile_code()), weight, Arena())
+    return int8_gemm.PackedMatrix(PackedProducts(tile_code(), "int8"), weight, Arena())
 
 
 def product(x, weight):

@@ -203,6 +203,27 @@ def test_files_outside_are_neither_read_nor_written(pool: ChildPool, missing: di
     assert not any((place / marker).exists() for place in places) and here.stat().st_size > 1000
 
 
+def test_modules_of_ones_own_folder_are_imported_and_hidden_files_stay_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_module.py").write_text("VALUE = 7")
+    (tmp_path / ".secret").write_text("s3cret")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "attack").mkdir()
+    script = tmp_path / "attack" / "own.py"
+    script.write_text(
+        "import os\n"
+        "def start(setup): pass\n"
+        "def handle(path):\n"
+        "    import my_module\n"
+        "    try: secret = open(path + '/.secret').read()\n"
+        "    except OSError as error: secret = type(error).__name__\n"
+        "    return my_module.VALUE, secret\n"
+    )
+    value, secret = ChildPool(script, setup={}, count=1, timeout_s=60.0).ask(str(tmp_path))
+    assert value == 7 and secret in ("FileNotFoundError", "PermissionError")
+
+
 def test_it_has_a_folder_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
     def left() -> set[Path]:
         return set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*"))

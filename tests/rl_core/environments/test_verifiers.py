@@ -82,7 +82,7 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
         ({"taskset": "adding_tasks:OfTools"}, "its tasks define their own tools"),
         ({"taskset": "adding_tasks:OfSetups"}, "have a setup(), which needs a runtime"),
         ({"taskset": "adding_tasks:OfRuntimes"}, "its reward 'right' needs a runtime"),
-        ({"taskset": "adding_tasks:OfUsers"}, "task 1 has no prompt"),
+        ({"taskset": "adding_tasks:OfUsers"}, "task 0: ValueError: it has no prompt"),
         ({"taskset": "adding_tasks:Empty"}, "the task set has no tasks"),
         ({"taskset": "adding_tasks", "max_tasks": 2, "heldout": 1e-6}, "none is left for heldout"),
         ({"taskset": "adding_tasks", "heldout": 1.0}, "options.heldout: 1.0"),

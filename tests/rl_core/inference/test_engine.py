@@ -36,6 +36,7 @@ from transformers import (
 from rl_core import timing
 from rl_core.capabilities import Decision, decoding, packed_weights
 from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
+from rl_core.cpu.packed_products import PackedProducts
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
@@ -61,7 +62,7 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     code = tile_code()
     if code is None:
         pytest.skip("needs a C compiler")
-    monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code))
+    monkeypatch.setattr(int8_gemm, "load", lambda: PackedProducts(code, "int8"))
     monkeypatch.setattr(build, "load", lambda: code)
 
 

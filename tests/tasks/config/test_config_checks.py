@@ -134,6 +134,9 @@ def test_stages_that_have_what_they_need(values):
 def test_learned_reward_needs_the_reward_model_stage():
     assert "add `reward_model: {}`" in policy_problems(rewards={"learned": 1})["rewards.learned"]
     assert policy_problems(rewards={"task": 1, "learned": 0}) == {}
+    evaluated = problems_of(stages={"sft": {}, "evaluate": {"rewards": {"learned": 1, "lenght": 1}}})
+    assert "scores while a policy trains" in evaluated["stages.evaluate.rewards.learned"]
+    assert "did you mean 'length'" in evaluated["stages.evaluate.rewards.lenght"]
     stages = {"sft": {}, "reward_model": {}, "policy": {"rewards": {"learned": 1}}}
     assert problems_of(stages=stages) == {}
 

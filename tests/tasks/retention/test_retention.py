@@ -51,6 +51,26 @@ class Pipeline:
         parent.close(status)
         return run_id
 
+    def sweep(self, name, *trials):
+        """A sweep whose trials are of stages (name, key, inputs); the MLflow ids of the trials."""
+        self.number += 1
+        started = f"2026-01-{self.number:02d} 10:00:00"
+        home = self.home / "sweeps" / name
+        about = {"pipeline": self.name, "kind": "sweep"}
+        parent = self.tracking.start_run(f"{self.name} · sweep {started}", home, tags=about)
+        found = []
+        for number, stages in enumerate(trials):
+            run = self.tracking.start_run(
+                f"trial {number}", home / "trials" / f"{number:04d}-s0" / "runs" / "x", tags={"pipeline": self.name},
+                parent_run_id=delivered_run_id(parent), parent_folder=parent.folder,
+            )  # fmt: skip
+            found.append(delivered_run_id(run))
+            for stage in stages:
+                self.stage(run, *stage)
+            run.close("FINISHED")
+        parent.close("FINISHED")
+        return found
+
     def stage(self, parent, name, key, inputs, finish=True):
         key = key * 16
         folder = self.home / "stages" / name / key
@@ -288,3 +308,63 @@ def test_wrong_places_are_said(pipeline, tmp_path):
     pipeline.run(("policy", "a", {}))
     with pytest.raises(DataError, match="no pipeline 'x' in"):
         collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, pipelines=["x"])
+
+
+def test_an_old_sweep_goes_with_its_trials(pipeline):
+    trials = [[("policy", "a", {})], [("policy", "b", {})]]
+    first, _ = pipeline.sweep("one", *trials)
+    pipeline.run(("policy", "c", {}))
+    plan, stages, names, _ = pipeline.gone(keep=1)
+    assert stages == {key("policy", "a"), key("policy", "b")}
+    assert names == {f"{pipeline.name} · sweep 2026-01-01 10:00:00", "trial 0", "trial 1", "policy"}
+    assert len(plan.runs) == 5 and pipeline.home / "sweeps/one" in plan.paths
+    assert [item.label for item in plan.items if item.what == "sweep"] == ["2026-01-01 10:00:00"]
+    plan, stages, names, _ = pipeline.gone(keep=2)  # it is the second newest run
+    assert stages == names == set() and plan.paths == [] and plan.kept_runs == 2
+    pipeline.version(pipeline.children(first)["policy"], champion=True)  # a trial's model
+    plan, stages, names, _ = pipeline.gone(keep=1)
+    assert stages == names == set() and plan.paths == []
+
+
+def test_a_sweeps_trial_that_made_data_is_followed(pipeline):
+    """The champion came of data that a trial has made: that stays, the trial's own policy goes."""
+    pipeline.sweep("one", [("prepare_data", "a", {}), ("policy", "b", {"data": "0" * 16})])
+    data = pipeline.digest("prepare_data", "a")
+    run = pipeline.run(("policy", "c", {"data": data}))
+    pipeline.version(pipeline.children(run)["policy"], champion=True)
+    pipeline.run(("policy", "d", {}))
+    plan, stages, names, _ = pipeline.gone(keep=1)
+    assert stages == {key("policy", "b")} and names == set() and pipeline.home / "sweeps/one" not in plan.paths
+
+
+def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
+    def entry(name, **about):
+        folder = pipeline.home / "stages/prepare_data/tokens.cache" / name
+        folder.mkdir(parents=True)
+        (folder / "tokens.arrow").write_bytes(b"x" * SIZE)
+        if about:
+            (folder / "manifest.json").unlink(missing_ok=True)
+            target = folder.with_name(f"{name}.sealed")
+            seal_folder(folder, target, about)
+            target.rename(folder)
+
+    pipeline.run(("prepare_data", "a", {}))
+    pipeline.run(("prepare_data", "b", {}))
+    files = {letter: read_manifest(pipeline.home / key_folder("prepare_data", letter))["files"] for letter in "ab"}
+    sources = {letter: found["model/model.safetensors"]["sha256"] for letter, found in files.items()}
+    entry("old", kind="part", source=sources["a"], table="oldtable")
+    entry("oldtable", kind="tokens", source="1")
+    entry("new", kind="part", source=sources["b"], table="newtable")
+    entry("newtable", kind="tokens", source="2")
+    entry("damaged")
+    plan, stages, _, _ = pipeline.gone(keep=1)
+    assert stages == {key("prepare_data", "a")}
+    gone = {path.name: path for path in plan.paths if path.parent.name == "tokens.cache"}
+    assert set(gone) == {"old", "oldtable", "damaged"}
+    assert [item.label for item in plan.items if item.what == "token ids"] == ["damaged", "old", "oldtable"]
+    kept, *_ = pipeline.gone(keep=2)
+    assert {path.name for path in kept.paths if path.parent.name == "tokens.cache"} == {"damaged"}
+
+
+def key_folder(stage, letter):
+    return f"stages/{key(stage, letter)}"

@@ -6,6 +6,7 @@ import pytest
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
+from rl_core.data.kept_rows import KeptRows
 from rl_core.data.preference_rows import row_sides
 from rl_core.data.row_tokens import Job
 from rl_core.data.token_cache import TokenCache
@@ -27,7 +28,7 @@ def row(prompt, answer):
 
 def kept(rows, renderer, context=100, **settings):
     """Rows left, and the summary. `<|user|> prompt <|end|> <|assistant|> answer <|end|>`: 4 tokens and the letters."""
-    found = Found([dict(r) for r in rows], "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))])
+    found = Found(KeptRows(rows), "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))])
     stage, summary = SimpleNamespace(settings=DataSettings(**settings)), {}
     prepare_data._leave_out_repeats(stage, found, prepare_data._demonstration_prompt, summary, "demonstrations")
     tokens = TokenCache(None).tokens("", lambda: found.rows, renderer, Job("demonstrations"), 0)

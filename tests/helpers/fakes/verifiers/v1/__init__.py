@@ -57,13 +57,25 @@ class AgentInfo:
 class Trace:
     task: TraceTask
     agent: AgentInfo
-    nodes: list
+    state: object = None
+    nodes: list = field(default_factory=list)
     rewards: dict = field(default_factory=dict)
     metrics: dict = field(default_factory=dict)
+    stop_condition: str | None = None
+
+    @property
+    def num_turns(self):
+        return sum(node.sampled for node in self.nodes)
 
     @property
     def last_reply(self):
-        return self.nodes[-1].message.content
+        return next((node.message.content for node in reversed(self.nodes) if node.sampled), "")
+
+    def stop(self, condition):
+        self.stop_condition = self.stop_condition or condition
+
+    def record_reward(self, name, value, weight=1.0):
+        self.rewards[name] = SimpleNamespace(score=value * weight)
 
     @property
     def reward(self):
@@ -87,7 +99,7 @@ class Task:
         return []
 
     def hooks(self, kind):
-        return [self.right] if kind == "reward" else []
+        return [self.right] if kind == "reward" else []  # others are in `metrics` and `stops` of subclasses
 
     async def score(self, trace):
         trace.rewards["right"] = SimpleNamespace(score=await self.right(trace))
@@ -104,3 +116,72 @@ class Taskset:
 
     def __iter__(self):
         return iter(self.load())
+
+
+@dataclass
+class AgentConfig:
+    max_turns: int | None = None
+
+
+@dataclass
+class Segment:
+    messages: list
+    terminated: bool = False
+
+    @property
+    def last_reply(self):
+        return self.messages[-1].content.strip() if self.messages else ""
+
+
+@dataclass
+class Episode:
+    task: TraceTask
+    traces: list
+
+
+class EnvConfig:
+    """Seats are the class's AgentConfigs; other fields are its other attributes."""
+
+    def __init__(self, **values):
+        names = [name for name in dir(type(self)) if name[0] != "_" and not callable(getattr(type(self), name))]
+        self.fields = {name: values.pop(name, getattr(type(self), name)) for name in names}
+        self.__dict__.update(self.fields)
+        if values:
+            raise ValueError(f"extra inputs are not permitted: {sorted(values)}")
+
+    def __iter__(self):
+        return iter(self.fields.items())
+
+    @classmethod
+    def model_validate(cls, values):
+        return cls(**values)
+
+
+class Env:
+    config_class = EnvConfig
+
+    def __init__(self, config):
+        raise RuntimeError("makes containers")
+
+    async def setup(self, agents):
+        pass
+
+    async def finalize(self, task, episode):
+        pass
+
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
+
+class SingleConfig(EnvConfig):
+    agent = AgentConfig()
+
+
+class SingleAgentEnv(Env):
+    config_class = SingleConfig
+
+    async def run(self, task, agents):
+        await agents.agent.run(task)

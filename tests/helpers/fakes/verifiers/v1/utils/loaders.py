@@ -1,15 +1,26 @@
 import importlib
 
-from verifiers.v1 import Taskset, TasksetConfig
+from verifiers.v1 import Env, SingleAgentEnv, Taskset, TasksetConfig
 
 
 def concrete_type(cls, base, origin=None):
     return getattr(cls, "config_class", None)
 
 
-def taskset_class(name):
+def _exported(name, base):
     module = importlib.import_module(name)
-    return getattr(module, module.__all__[0])
+    found = [getattr(module, each) for each in module.__all__]
+    return next((each for each in found if issubclass(each, base)), None)
 
 
-__all__ = ["Taskset", "TasksetConfig", "concrete_type", "taskset_class"]
+def taskset_class(name):
+    return _exported(name, Taskset)
+
+
+def environment_class(taskset, name=""):
+    if name:
+        return _exported(name, Env)
+    return (_exported(taskset, Env) if taskset else None) or SingleAgentEnv
+
+
+__all__ = ["Taskset", "TasksetConfig", "concrete_type", "environment_class", "taskset_class"]
