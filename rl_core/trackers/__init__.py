@@ -6,16 +6,20 @@ A `tracker=` argument is one of these, or a list of several:
     "jsonl:PATH", "csv:PATH"    a file; the prefix may be left out where the name ends in .jsonl or .csv
     "tensorboard:FOLDER"        TensorBoard's event files (needs the package tensorboard)
     "wandb:PROJECT"             a run of Weights & Biases (needs the package wandb)
+    "prometheus:PLACE"          text for Prometheus: PLACE is a folder for files, PORT or HOST:PORT to be scraped
+    "dogstatsd[:HOST:PORT]"     datagrams for a Datadog agent, a file where none listens (needs the package datadog)
     "mlflow:URI", "mlflow"      an MLflow run, where the package `posttrain` is installed as a whole
     an object                   whatever has the methods of `rl_core.Tracker`
 
 Others plug in by the entry point group `rl_core.trackers`: a name and a function (address, folder) -> tracker. A
-tracker may also have `begin(name, params)`, called when a run starts, and `close(status)`, called when it ends with
-status FINISHED, FAILED or KILLED; it may begin again afterwards.
+tracker may also have `begin(name, params)`, called when a run starts, `log_system(metrics, number)` for readings of the
+machine, and `close(status)`, called when it ends with status FINISHED, FAILED or KILLED; it may begin again afterwards.
 """
 
 from rl_core.trackers.background import BackgroundTracker
+from rl_core.trackers.dogstatsd import DogStatsdTracker
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
+from rl_core.trackers.prometheus import PrometheusTracker
 from rl_core.trackers.resolve import TrackerSource, begin, close, several
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
@@ -24,7 +28,9 @@ from rl_core.trackers.weights_and_biases import WandbTracker
 __all__ = [
     "BackgroundTracker",
     "CsvTracker",
+    "DogStatsdTracker",
     "JsonlTracker",
+    "PrometheusTracker",
     "TensorBoardTracker",
     "TerminalTracker",
     "TrackerSource",

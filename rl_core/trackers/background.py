@@ -43,6 +43,10 @@ class BackgroundTracker(SilentTracker):
         """Scalars of one step."""
         self._put("log_metrics", dict(metrics), step)
 
+    def log_system(self, metrics: Mapping[str, float], number: int) -> None:
+        """A reading of the machine, for trackers that take them."""
+        self._put("log_system", dict(metrics), number)
+
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """A finished file; it may be gone when the thread comes to it, which is then passed over."""
         self._put("log_artifact", path, folder)
@@ -93,7 +97,7 @@ class BackgroundTracker(SilentTracker):
             method, arguments = item
             try:
                 tracker = tracker or self._make()
-                call = getattr(tracker, method, None)  # begin and close are optional
+                call = getattr(tracker, method, None)  # begin, log_system and close are optional
                 if call is not None and not (method == "log_artifact" and not arguments[0].exists()):
                     call(*arguments)
             except Exception as error:

@@ -16,7 +16,7 @@ from rl_core.errors import SettingsError
 from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.trackers.base import SilentTracker
 
-__all__ = ["MetricGauges", "PrometheusTracker", "prometheus_name", "served_gauges"]
+__all__ = ["MetricGauges", "PrometheusTracker", "prometheus_name", "served_gauges", "target_of"]
 
 PREFIX = "posttrain_"
 MAX_SERIES = 20_000  # label sets of all metrics; bounds memory where names are generated
@@ -135,6 +135,14 @@ class PrometheusTracker(SilentTracker):
             make_folder(self._path.parent)
             write_text_unsynced(self._path, self._gauges.text())
             self._written = time.monotonic()
+
+
+def target_of(address: str, folder: Path, name: str) -> Path | tuple[str, int]:
+    """Target of "prometheus:ADDRESS": PORT, HOST:PORT or a folder for the file `name`; "" = `folder`/prometheus."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        return host.strip("[]") or "127.0.0.1", int(port)
+    return (Path(address) if address else folder / "prometheus") / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.prom"
 
 
 def served_gauges(host: str, port: int) -> MetricGauges:

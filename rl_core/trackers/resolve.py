@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rl_core.errors import SettingsError, nearest
+from rl_core.trackers.background import BackgroundTracker
+from rl_core.trackers.dogstatsd import DogStatsdTracker
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
+from rl_core.trackers.prometheus import PrometheusTracker, target_of
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
 from rl_core.trackers.weights_and_biases import WandbTracker
@@ -88,6 +91,10 @@ def close(trackers: Several, status: str) -> None:
             end(status)
 
 
+def _in_background(tracker: Tracker) -> Tracker:
+    return BackgroundTracker(type(tracker).__name__, lambda: tracker)
+
+
 def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
     if not isinstance(source, str):
         missing = [name for name in METHODS if not callable(getattr(source, name, None))]
@@ -101,9 +108,11 @@ def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         "jsonl": JsonlTracker,
         "tensorboard": TensorBoardTracker,
         "wandb": lambda project: WandbTracker(project, folder),
+        "prometheus": lambda place: PrometheusTracker(target_of(place, folder or Path(), "metrics")),
+        "dogstatsd": lambda place: _in_background(DogStatsdTracker(place, (folder or Path()) / "dogstatsd.txt")),
     }
     if kind in known:
-        if not address and kind != "terminal":
+        if not address and kind not in ("terminal", "dogstatsd"):
             raise SettingsError(f"tracker: '{source}' names no place; write {kind}:PATH")
         return known[kind](address)
     if source.endswith((".csv", ".jsonl")):

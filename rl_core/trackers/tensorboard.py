@@ -24,6 +24,7 @@ class TensorBoardTracker(SilentTracker):
         """
         self.folder, self._cut = Path(folder), cut
         self._writer: Any = None
+        self._system: TensorBoardTracker | None = None
         self._texts: list[tuple[str, str]] = []  # that wait for the first step
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -39,6 +40,12 @@ class TensorBoardTracker(SilentTracker):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
+
+    def log_system(self, metrics: Mapping[str, float], number: int) -> None:
+        """Write a reading of the machine, numbered on its own, into the folder `system` beside."""
+        if self._system is None:
+            self._system = TensorBoardTracker(self.folder / "system", cut=self._cut)
+        self._system.log_metrics(metrics, number)
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
         """Write a structure as text."""
@@ -60,6 +67,9 @@ class TensorBoardTracker(SilentTracker):
 
     def close(self, status: str) -> None:
         """End the file; the next call opens another in the same folder."""
+        if self._system is not None:
+            self._system.close(status)
+            self._system = None
         if self._texts:
             self._open()
         if self._writer is not None:

@@ -52,7 +52,8 @@ else:
 # Folders that servers and logs have in the output folder, beside those of pipelines.
 _RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SINKS = ("tensorboard", "wandb")
+SINKS = ("tensorboard", "wandb", "prometheus", "dogstatsd")
+CONDITION = re.compile(r"([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")  # of an alert
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -77,7 +78,13 @@ class TrackingSettings(Settings):
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
     sinks: tuple[str, ...] = setting(
         (),
-        doc="trackers beside MLflow: tensorboard, tensorboard:FOLDER, wandb, wandb:PROJECT; none can fail a step",
+        doc="trackers beside MLflow: tensorboard[:FOLDER], wandb[:PROJECT], prometheus[:FOLDER, :PORT or :HOST:PORT], "
+        "dogstatsd[:HOST:PORT]; none can fail a step (docs/metrics-out.md)",
+    )
+    alerts: dict[str, str] = setting(
+        {},
+        doc="metric -> condition, as policy/ref_kl: '> 0.5'; each time one comes true, the event posttrain.alert is "
+        "emitted, which the webhook gets; reward/alarm: '> 0' is always there, unless it is named",
     )
 
     def check(self) -> None:
@@ -89,6 +96,9 @@ class TrackingSettings(Settings):
         for sink in self.sinks:
             if sink.partition(":")[0] not in SINKS:
                 raise SettingsError(f"sinks: {sink!r} is no tracker; {nearest(sink.partition(':')[0], SINKS)}")
+        for metric, condition in self.alerts.items():
+            if CONDITION.fullmatch(str(condition).strip()) is None:
+                raise SettingsError(f"alerts.{metric}: {condition!r} is no condition; write '> 0.5' or '< 0.1'")
         if self.uri is None:
             return
         try:

@@ -17,7 +17,7 @@ from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage_code import code_version
 from tasks.tracking import RunTracker, Tracking, VersionOf
-from tasks.tracking.beside import check_installed, sinks_of
+from tasks.tracking.beside import alerts_of, check_installed, sinks_of
 
 __all__ = ["PipelineTracker", "git_commit", "next_start", "run_folder"]
 
@@ -147,8 +147,9 @@ class PipelineTracker:
         )
         run.beside += sinks_of(
             self._settings.tracking.sinks, self._shared, pipeline=self._settings.name, group=self.parent.name,
-            folder=f"{stage}-{key[:8]}", run_id=f"{stage}-{key}",
+            folder=f"{stage}-{key[:8]}", run_id=f"{stage}-{key}", stage=stage,
         )  # fmt: skip
+        run.beside.append(alerts_of(self._settings.tracking.alerts, self._settings.name, stage))
         for sink in run.beside:
             sink.begin(f"{self.parent.name} · {label}", resolve(settings) if settings is not None else {})
         if self._trial is not None and (tell := self._trial.on_metrics) is not None:

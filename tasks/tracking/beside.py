@@ -1,41 +1,69 @@
-"""Trackers beside MLflow that `tracking.sinks` names: TensorBoard, Weights & Biases."""
+"""Trackers beside MLflow that `tracking.sinks` names, and the alerts; each on a thread of its own."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_core.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
+from rl_core.trackers import (
+    BackgroundTracker,
+    DogStatsdTracker,
+    PrometheusTracker,
+    TensorBoardTracker,
+    WandbTracker,
+)
+from rl_core.trackers.prometheus import target_of
 from rl_core.tracking import Tracker
+from tasks.tracking.alerts import AlertTracker
 
-__all__ = ["check_installed", "sinks_of"]
+__all__ = ["alerts_of", "check_installed", "sinks_of"]
+
+_PACKAGES = {"prometheus": ("prometheus_client", "prometheus-client"), "dogstatsd": ("datadog", "datadog")}
+_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "dogstatsd": "datadog"}
 
 
 def check_installed(sinks: Sequence[str]) -> None:
     """Refuse sinks whose package is missing, before anything runs. Raises: SettingsError."""
     for kind in {sink.partition(":")[0] for sink in sinks}:
-        if importlib.util.find_spec(kind) is None:
-            raise SettingsError(f"tracking.sinks: {kind} needs the package {kind}; install it, or posttrain[{kind}]")
+        module, package = _PACKAGES.get(kind, (kind, kind))
+        if importlib.util.find_spec(module) is None:
+            extra = f", or posttrain[{_EXTRAS[kind]}]" if kind in _EXTRAS else ""
+            raise SettingsError(f"tracking.sinks: {kind} needs the package {package}; install it{extra}")
 
 
 def sinks_of(
-    sinks: Sequence[str], home: Path, *, pipeline: str, group: str, folder: str, run_id: str
+    sinks: Sequence[str], home: Path, *, pipeline: str, group: str, folder: str, run_id: str, stage: str = ""
 ) -> list[BackgroundTracker]:
     """Trackers of one run, each on a thread of its own.
 
     Args:
         home: the pipeline's folder, in which they write unless they name another.
+        pipeline: its name, or that of the service; with `stage` the labels of Prometheus and Datadog.
         group: name of the run that this one belongs to. folder: of this run within a TensorBoard folder.
         run_id: lasting name of the run, the same when it is resumed.
+        stage: the stage, or the service's training run.
     """
-    return [BackgroundTracker(sink, _maker(sink, home, pipeline, group, folder, run_id)) for sink in sinks]
+    labels = {"pipeline": pipeline} | ({"stage": stage} if stage else {})
+    return [BackgroundTracker(sink, _maker(sink, home, pipeline, group, folder, run_id, labels)) for sink in sinks]
 
 
-def _maker(sink: str, home: Path, pipeline: str, group: str, folder: str, run_id: str) -> Callable[[], Tracker]:
+def alerts_of(conditions: Mapping[str, str], subject: str, stage: str = "") -> BackgroundTracker:
+    """The alerts of one run."""
+    return BackgroundTracker("alerts", functools.partial(AlertTracker, conditions, subject, stage))
+
+
+def _maker(
+    sink: str, home: Path, pipeline: str, group: str, folder: str, run_id: str, labels: Mapping[str, str]
+) -> Callable[[], Tracker]:
     kind, _, address = sink.partition(":")
     if kind == "tensorboard":
         return functools.partial(TensorBoardTracker, (Path(address) if address else home / kind) / folder, cut=True)
+    if kind == "prometheus":
+        target = target_of(address, home, "-".join(labels.values()))
+        return functools.partial(PrometheusTracker, target, labels)
+    if kind == "dogstatsd":
+        return functools.partial(DogStatsdTracker, address, home / "dogstatsd.txt", labels)
     return functools.partial(WandbTracker, address or pipeline, home, group=group, run_id=run_id)

@@ -93,7 +93,7 @@ class RunTracker:
         self._monitor = None
         if system_metrics_seconds:
             self._monitor = SystemMonitor(
-                self.folder, system_metrics_seconds, self.journal.append, self.journal.last_system_step + 1
+                self.folder, system_metrics_seconds, self._log_system, self.journal.last_system_step + 1
             )
 
     def _event(self, op: str, **fields: Any) -> None:
@@ -109,6 +109,11 @@ class RunTracker:
             tell(metrics, step)
         for sink in self.beside:
             sink.log_metrics(metrics, step)
+
+    def _log_system(self, metrics: dict[str, float], number: int) -> None:
+        self.journal.append(metrics, number)
+        for sink in self.beside:
+            sink.log_system(metrics, number)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a finished file or folder. It may be moved or removed afterwards, but not written over."""

@@ -30,15 +30,25 @@ def sample(process: psutil.Process, folder: Path) -> dict[str, float]:
         "system/disk_usage_percentage": disk.percent,
         "system/disk_available_megabytes": disk.free / MEBIBYTE,
     }
-    # is_initialized: a look at the machine must not create a CUDA context of its own.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            metrics[f"system/gpu_{index}_memory_usage_megabytes"] = (total - free) / MEBIBYTE
-            metrics[f"system/gpu_{index}_memory_usage_percentage"] = 100 * (total - free) / total
-            metrics[f"system/gpu_{index}_memory_reserved_megabytes"] = torch.cuda.memory_reserved(index) / MEBIBYTE
-            metrics.update(_utilization(index))
+            metrics.update(_memory(index) | _utilization(index))
     return metrics
+
+
+def _memory(index: int) -> dict[str, float]:
+    """Memory of a GPU; without a CUDA context, which a look must not create, as the driver's library tells it."""
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info(index)
+        return {
+            f"system/gpu_{index}_memory_usage_megabytes": (total - free) / MEBIBYTE,
+            f"system/gpu_{index}_memory_usage_percentage": 100 * (total - free) / total,
+            f"system/gpu_{index}_memory_reserved_megabytes": torch.cuda.memory_reserved(index) / MEBIBYTE,
+        }
+    try:
+        return {f"system/gpu_{index}_memory_usage_megabytes": torch.cuda.device_memory_used(index) / MEBIBYTE}
+    except Exception:  # as in `_utilization`
+        return {}
 
 
 def _utilization(index: int) -> dict[str, float]:

@@ -32,6 +32,7 @@ from rl_core.types import TrainBatch
 
 PRECISIONS = ("full", "int8", "int4")
 CONTEXT = 256
+RUNS = (("full", 0), ("int8", 0), ("int4", 0), ("full", 1), ("full", 2))  # precision, seed of training
 
 
 def lines(path, count):
@@ -168,13 +169,12 @@ def text_kl(output, folder, questions, pairs):
             say(output, what="kl", precision=precision, text=name, rows=len(rows), **kl_and_nll(full, other, rows))
 
 
-def dpo(output, folder, rows):
+def dpo(output, folder, rows, runs):
     """DPO whose reference log-probabilities come from a model in few bits; the policy starts in full precision."""
     probe = rl_core.load_policy(folder)
     rows = [row for row in rows if max(len(probe.tokenizer(row["prompt"] + row[side]).input_ids)
                                        for side in ("chosen", "rejected")) < CONTEXT - 20]  # fmt: skip
-    finals = {}
-    for precision, seed in (("full", 0), ("int8", 0), ("int4", 0), ("full", 1), ("full", 2)):
+    for precision, seed in runs:
         policy = rl_core.load_policy(folder)
         settings = rl_core.PreferenceSettings(learning_rate=3e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0,
                                               patience=None)  # fmt: skip
@@ -188,13 +188,16 @@ def dpo(output, folder, rows):
         recipe = preference(policy, pairs.train, pairs.heldout, settings, seed, found)
         outcome = recipe.run()
         own = reference_logprobs(policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192)
-        finals[precision, seed] = torch.tensor(own)
+        finals = torch.tensor(own)
+        place = output / f"dpo-{precision}-{seed}.json"
+        place.write_text(json.dumps(own))
+        first = torch.tensor(json.loads((output / "dpo-full-0.json").read_text()))
         exact = reference_logprobs(
             load(folder, "full")[0], pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
         )
-        margins = 0.1 * ((finals[precision, seed] - torch.tensor(exact)) @ torch.tensor([1.0, -1.0]))
+        margins = 0.1 * ((finals - torch.tensor(exact)) @ torch.tensor([1.0, -1.0]))
         tokens = [sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs.heldout]
-        apart = (finals[precision, seed] - finals["full", 0]).abs().sum(1) / torch.tensor(tokens)
+        apart = (finals - first).abs().sum(1) / torch.tensor(tokens)
         say(output, what="dpo", precision=precision, seed=seed, train=len(pairs.train), heldout=len(pairs.heldout),
             steps=outcome.steps, accuracy=float((margins > 0).float().mean()), margin=float(margins.mean()),
             eval_loss=float(torch.nn.functional.softplus(-margins).mean()),
@@ -207,11 +210,11 @@ def digits(trajectories):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]
 
 
-def grpo(output, folder, questions, iterations):
+def grpo(output, folder, questions, iterations, runs):
     full, tokenizer = load(folder, "full")
     rows = rows_of(tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1860]])
     prompts = [row["question"] for row in questions[:200] if len(tokenizer(row["question"]).input_ids) < 150]
-    for precision, seed in (("full", 0), ("int8", 0), ("int4", 0), ("full", 1), ("full", 2)):
+    for precision, seed in runs:
         settings = rl_core.PolicySettings(
             kl_coef=0.05, reference_precision=precision, iterations=iterations, prompts_per_iteration=4, group_size=8,
             learning_rate=3e-4, warmup_steps=2, eval_every=0, patience=None,
@@ -235,6 +238,8 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--size-of")
+    parser.add_argument("--part", choices=["text", "sizes", "dpo", "grpo"], help="one part alone; default: all")
+    parser.add_argument("--run", help="PRECISION:SEED, one run of dpo or grpo alone")
     given = parser.parse_args()
     if given.size_of:
         size_of(given.output, given.size_of)
@@ -242,10 +247,18 @@ def main():
     given.output.mkdir(parents=True, exist_ok=True)
     questions, pairs = lines(given.gsm8k, 2000), lines(given.preferences, 1500)
     folder = base_model(given.output, questions, given.steps)
-    text_kl(given.output, folder, questions, pairs)
-    sizes(given.output)
-    dpo(given.output, folder, pairs[:700])
-    grpo(given.output, folder, questions, given.iterations)
+    runs = RUNS
+    if given.run:
+        precision, _, seed = given.run.partition(":")
+        runs = ((precision, int(seed)),)
+    if given.part in (None, "text"):
+        text_kl(given.output, folder, questions, pairs)
+    if given.part in (None, "sizes"):
+        sizes(given.output)
+    if given.part in (None, "dpo"):
+        dpo(given.output, folder, pairs[:700], runs)
+    if given.part in (None, "grpo"):
+        grpo(given.output, folder, questions, given.iterations, runs)
 
 
 if __name__ == "__main__":
