@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, NotRequired, TypedDict
-
-import torch
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:  # it takes seconds to import, and commands that only look things up do without
+    import torch
 
 __all__ = [
     "Message",

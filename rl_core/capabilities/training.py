@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from rl_core.capabilities.decision import (
     Decision,
@@ -18,6 +17,7 @@ from rl_core.capabilities.decision import (
     unwrapped,
 )
 from rl_core.cpu import attention_kernel, gemm, norm_and_gate
+from rl_core.distributed.sharded_types import is_sharded_module
 
 __all__ = ["independent_rows", "training_forward"]
 
@@ -43,7 +43,7 @@ def training_forward(model: Any, device: str | None = None) -> Decision:
 def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     yield from family_obstacles(trunk, "Model")
     weight, config = trunk.embed_tokens.weight, trunk.config
-    if isinstance(trunk.layers[0], FSDPModule):  # its weights are in one piece only while it is called itself
+    if is_sharded_module(trunk.layers[0]):  # its weights are in one piece only while it is called itself
         yield "its weights are sharded layer by layer among processes"
     # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
     # rounds at places that are its own.

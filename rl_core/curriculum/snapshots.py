@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from rl_core.distributed.sharded_types import is_sharded_tensor
 from rl_core.errors import CheckpointError
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.storage.rng_state import restore_rng, rng_state
@@ -97,7 +97,7 @@ class StageSnapshots:
 
 def _copied(value: Any) -> Any:
     """The same nested state with every tensor copied to the CPU; sharded tensors stay sharded, on their device."""
-    if isinstance(value, DTensor):  # this process's rows
+    if is_sharded_tensor(value):  # this process's rows
         return value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl_core.distributed.group import ProcessGroup
+from rl_core.distributed.sharded_types import is_sharded_module, is_sharded_tensor
 from rl_core.errors import NonFiniteTensor
 
 __all__ = ["Shards", "gather_state", "local", "scatter_state"]
@@ -55,6 +54,8 @@ class Shards:
                 all at once, so that code that reads a block's weights without calling it (`cpu/packed_forward.py`)
                 finds them.
         """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds to import
+
         device = next(model.parameters()).device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (process_group.size,))
         self.shell = _Shell(model)
@@ -70,7 +71,7 @@ class Shards:
             blocks[-1].register_forward_hook(self._remember)
         fully_shard(self.shell, **options, reshard_after_forward=False)
         for module in self.shell.modules():
-            if isinstance(module, FSDPModule):
+            if is_sharded_module(module):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
@@ -91,7 +92,7 @@ class Shards:
         Nothing is exchanged meanwhile, so the processes need not call the blocks equally often (in `with_full_weights`
         they do).
         """
-        blocks = [module for module in self.shell.model.modules() if isinstance(module, FSDPModule)]
+        blocks = [module for module in self.shell.model.modules() if is_sharded_module(module)]
 
         def with_blocks_unsharded() -> T:
             for block in blocks:
@@ -127,7 +128,7 @@ class Shards:
         return loss, metrics, problem[0] if problem else None
 
     def _zero_loss(self) -> torch.Tensor:
-        present = [p for p in self.shell.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        present = [p for p in self.shell.parameters() if p.requires_grad and not is_sharded_tensor(p)]
         parts = [parameter.float().sum() for parameter in present]
         if self._last_states is not None:
             parts.append(self._last_states.float().sum())
@@ -146,7 +147,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's rows of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded_tensor(tensor) else tensor
 
 
 def gather_state(state: Any, process_group: ProcessGroup) -> Any:
@@ -159,7 +160,7 @@ def gather_state(state: Any, process_group: ProcessGroup) -> Any:
     seen: dict[int, torch.Tensor] = {}
 
     def whole(path: Path, value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, DTensor):
+        if not is_sharded_tensor(value):
             return value
         if id(value) not in seen:
             full = value.full_tensor()
@@ -206,6 +207,8 @@ def scatter_state(
     def fill(path: Path, place: _Slot) -> torch.Tensor:
         value = next(waiting) if process_group.is_rank_zero else torch.empty(place.shape, dtype=place.dtype)
         if mesh is not None and is_sharded(path, place.shape):
+            from torch.distributed.tensor import Shard, distribute_tensor
+
             return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(0)])
         value = value.cpu().contiguous()
         dist.broadcast(value, src=0)

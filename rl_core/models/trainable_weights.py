@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from rl_core.distributed.sharded_types import is_sharded_tensor
 from rl_core.errors import CheckpointError
 
 __all__ = ["load_trainable_weights", "trainable_weights"]
@@ -27,7 +27,7 @@ def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torc
     """
     frozen = _frozen(model)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
-    if any(isinstance(tensor, DTensor) for tensor in weights.values()):
+    if any(is_sharded_tensor(tensor) for tensor in weights.values()):
         return _sharded_weights(model, weights, copy=copy)
     if not copy:
         return weights

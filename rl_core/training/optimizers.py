@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rl_core.distributed.sharded_types import is_sharded_tensor
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import OptimizerSettings
 from rl_core.storage.moments import load_moments, moments
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "GatheredMuon",
@@ -126,7 +129,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
 
 
 def _muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
-    return GatheredMuon if any(isinstance(parameter, DTensor) for parameter in parameters) else torch.optim.Muon
+    return GatheredMuon if any(is_sharded_tensor(parameter) for parameter in parameters) else torch.optim.Muon
 
 
 class GatheredMuon(torch.optim.Muon):
@@ -136,12 +139,14 @@ class GatheredMuon(torch.optim.Muon):
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        self._sharded: list[DTensor] = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        self._sharded: list[DTensor] = [parameter for parameter in params if is_sharded_tensor(parameter)]
         super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._sharded], **options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step by the gradients of the sharded matrices."""
+        from torch.distributed.tensor import distribute_tensor
+
         wholes = self.param_groups[0]["params"]
         for sharded, whole in zip(self._sharded, wholes, strict=True):
             whole.copy_(sharded.full_tensor())

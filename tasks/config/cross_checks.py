@@ -255,10 +255,10 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
 
 def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool) -> Iterator[_Finding]:
     """Columns that rewards read are columns of the environment's rows."""
-    from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
-
     policy = settings.stages.policy
     for key, name, weight in _named_rewards(settings, import_code):
+        from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
+
         with contextlib.suppress(PosttrainError):  # `_rewards` says what is wrong with it
             rewards = RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
             try:
@@ -268,18 +268,18 @@ def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import
 
 
 def _named_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[tuple[Key, str, float]]:
-    """(key, name, weight) of every reward that can be made here."""
+    """(key, name, weight) of every reward that can be made here, and wrong: `task` is always there."""
     for stage in ("policy", "evaluate"):
         for name, weight in getattr(getattr(settings.stages, stage), "rewards", {}).items():
-            if name != "learned" and (":" not in name or import_code):
+            if name not in ("task", "learned") and (":" not in name or import_code):
                 yield ("stages", stage, "rewards", name), name, weight
 
 
 def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
-    from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
-
     policy = settings.stages.policy
     for place, name, weight in _named_rewards(settings, import_code):
+        from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
+
         try:
             RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
         except PosttrainError as error:

@@ -32,7 +32,7 @@ def lines(name):
 def test_every_example_is_tested():
     tests = Path(__file__).read_text()
     names = {path.stem for path in EXAMPLES.glob("*.py")} | {path.name for path in EXAMPLES.glob("*.ipynb")}
-    assert len(names) == 6
+    assert len(names) == 8
     for name in names:
         assert f'"{name}"' in tests
 
@@ -71,6 +71,18 @@ def test_data_of_one_s_own():
     metrics = example("sft_own_data").main()["eval/loss"].dropna()
     assert metrics.iloc[-1] < 0.5 * metrics.iloc[0]
     assert Path("outputs/sft_own_data/metrics.csv").is_file()
+
+
+def test_a_file_of_prompts():
+    evaluated = example("prompts_file").main()
+    assert evaluated.iloc[-1] > evaluated.iloc[0] + 0.2
+    assert Path("outputs/prompts_file/reviews.jsonl").is_file()
+
+
+def test_tools_of_an_mcp_server():
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    metrics = example("mcp_tools").main()
+    assert metrics["tool/calls"].mean() > 0.5  # it has learned to ask the server
 
 
 def test_the_notebook():
