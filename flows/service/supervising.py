@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import resolve
 
-__all__ = ["address_of", "log_of", "supervise"]
+__all__ = ["address_of", "log_of", "same_store", "supervise"]
 
 STEP_SECONDS = 0.2
 SAVING_SECONDS = 60.0  # for a worker that saves its runs before it is killed
@@ -32,6 +33,15 @@ def address_of(settings: ServiceSettings) -> str:
     """Address that clients take as their base URL."""
     host = settings.server.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+
+
+def same_store(settings: ServiceSettings) -> str:
+    """Options by which another `posttrain service` command finds the store of these settings."""
+    changed = {name: getattr(settings, name) for name in ("folder", "store")}
+    usual = ServiceSettings()
+    return "".join(
+        f" --set {shlex.quote(f'{name}={value}')}" for name, value in changed.items() if value != getattr(usual, name)
+    )
 
 
 def log_of(settings: ServiceSettings, name: str) -> Path:
@@ -116,7 +126,7 @@ def _announce(settings: ServiceSettings, has_keys: bool, say: Callable[[str], No
     say(f"training service  {address_of(settings)}  (logs: {log_of(settings, 'server').parent})")
     say(f"base models       {', '.join(sorted(settings.engine.bases)) or 'none; name some in engine.bases'}")
     if not has_keys:
-        say("no API key yet    posttrain service key create NAME")
+        say(f"no API key yet    posttrain service key create NAME{same_store(settings)}")
     say("Ctrl-C stops it; runs are saved and go on at the next start")
 
 

@@ -1,0 +1,87 @@
+"""`posttrain service up`: both processes, a worker that dies, a clean stop; options for the same store."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from helpers.waiting import free_ports
+
+from flows.service.supervising import same_store
+from rl_core.settings import ServiceSettings
+
+
+@pytest.mark.parametrize(
+    ("changed", "options"),
+    [
+        ({}, ""),
+        ({"folder": "/data/my runs"}, " --set 'folder=/data/my runs'"),
+        ({"folder": "a", "store": "sqlite:///b.db"}, " --set folder=a --set store=sqlite:///b.db"),
+    ],
+)
+def test_other_commands_are_told_where_the_store_is(changed, options):
+    assert same_store(ServiceSettings(**changed)) == options
+
+
+def workers_of(pid):
+    """Processes that `posttrain service up` started as its worker, the one that computes last."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if b"flows.service.process" in words and b"worker" in words:
+            found.append((int(entry.name), parent))
+    known = {pid}
+    for _ in found:
+        known |= {process for process, parent in found if parent in known}
+    return sorted(known - {pid})
+
+
+def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_path):
+    (port,) = free_ports(1)
+    folder = tmp_path / "service"
+    command = [sys.executable, "-m", "flows.cli.main", "service", "up", "service", "--set", f"folder={folder}",
+               "--set", f"server.port={port}", "--set", f"engine.bases.base={base_folder}"]  # fmt: skip
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(child.stdout), daemon=True)
+    reader.start()
+
+    def wait_for(found, what):
+        end = time.monotonic() + 120
+        while time.monotonic() < end and child.poll() is None:
+            if found():
+                return
+            time.sleep(0.1)
+        pytest.fail(f"{what} did not come:\n" + "".join(lines))
+
+    try:
+        wait_for(lambda: any("Ctrl-C stops it" in line for line in lines), "the announcement")
+        assert f"key create NAME --set folder={folder}" in "".join(lines)
+        before = workers_of(child.pid)
+        assert before
+        for process in before:
+            os.kill(process, signal.SIGKILL)
+        wait_for(lambda: any(re.search("worker: .*SIGKILL", line) for line in lines), "word of the kill")
+        wait_for(lambda: workers_of(child.pid) and not set(workers_of(child.pid)) & set(before), "another worker")
+        assert b"ok" in urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=10).read()
+    finally:
+        last = workers_of(child.pid)
+        child.terminate()
+        code = child.wait(timeout=120)
+    reader.join(timeout=10)
+    assert lines[-1] == "stopped; every run is saved\n" and code == 0
+    assert last and not any(Path(f"/proc/{process}").exists() for process in last)
