@@ -7,10 +7,10 @@ MINUTES ?= 10
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
-.PHONY: help setup demo test test-all crash-test fuzz lint format docs clean
+.PHONY: help setup demo test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt deployments/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -33,8 +33,15 @@ test-all: $(STAMP)  ## the test suite with the slow proofs
 fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (make fuzz MINUTES=10)
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
 
+sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
+	$(BIN)/python -m pytest -s tests/flows/service/test_public_client.py
+
 crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
 	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)
+
+service-crash-test: $(STAMP)  ## kill a training service 500 times under load, compare; OPTIONS="--kills 50"
+	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m crash.service \
+		--output ../outputs/service-crash-test $(OPTIONS)
 
 lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
 	$(BIN)/ruff format --check .

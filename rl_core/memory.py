@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,15 @@ import torch
 from rl_core.errors import DataError, OutOfMemory
 from rl_core.timing import count
 
-__all__ = ["MemoryFit", "first_line", "halve", "is_out_of_memory", "note_out_of_memory", "padded_tokens"]
+__all__ = [
+    "MemoryFit",
+    "first_line",
+    "halve",
+    "is_out_of_memory",
+    "note_out_of_memory",
+    "padded_tokens",
+    "when_short",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +41,12 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
+_relief: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def when_short(holder: Any) -> None:
+    """Have `holder.release()` called whenever memory runs out, for as long as `holder` lives."""
+    _relief.add(holder)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -57,6 +72,8 @@ def note_out_of_memory(what: str, limit: int, unit: str) -> None:
     """
     logger.warning("out of memory: %s: cut to at most %d %s", what, limit, unit)
     count("out_of_memory", 1.0)
+    for holder in list(_relief):
+        holder.release()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -28,19 +28,21 @@ LEVELS = {
             "types",
             "errors",
             "memory",
+            "machine_memory",
             "importing",
             "json_server",
         },
-        {"cpu", "distributed", "losses", "storage", "trackers"},
+        {"cpu", "distributed", "losses", "storage"},
         {
             "environments",
             "analysis",
             "data",
             "models",
             "capabilities",
+            "trackers",
             "user_code",
         },  # capabilities asks cpu what this machine has
-        {"curriculum", "rewards"},
+        {"curriculum", "rewards", "references"},
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers"},
         {"training"},
@@ -59,7 +61,7 @@ LEVELS = {
     ],
     "flows": [
         {"runtime", "parameters"},
-        {"monitor", "operations", "post_training", "verification"},
+        {"monitor", "operations", "post_training", "service", "verification"},
         {"evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
@@ -78,6 +80,7 @@ NAMESAKES = {"settings", "api", "recipes"}  # rooms whose files are named after 
 
 # Other file names that occur more than once within a floor.
 SAME_NAME = {
+    "commands.py": "flows: of posttrain up; the training service's requests about saved weights",
     "advantages.py": "rl_core: estimators as functions of tensors; the choice among them by algorithm",
     "preference.py": "rl_core: losses and trainer",
     "trainer.py": "rl_core: one in the room of each algorithm that has a room",

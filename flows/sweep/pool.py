@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from rl_core.errors import SettingsError, Stopped, WorkerFailed
+from rl_core.machine_memory import free_memory
 from rl_core.storage.single_files import make_folder, open_log
 from tasks.config import PipelineSettings
-from tasks.config.memory_checks import GIB, machine_memory
+from tasks.config.memory_checks import GIB
 
 __all__ = ["Progress", "Worker", "check_memory", "device_of", "free_memory", "trial_bytes"]
 
@@ -37,12 +36,6 @@ def trial_bytes(settings: PipelineSettings) -> int:
     folder = Path(settings.model.path) if settings.model.path is not None else None
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
     return PROCESS_BYTES + weights * (1 if settings.model.lora is not None else TRAINED_COPIES)
-
-
-def free_memory() -> int:
-    """Bytes that new processes can take: of the machine, or of the container's limit where that is less."""
-    memory = psutil.virtual_memory()
-    return max(0, min(int(memory.available), machine_memory() - int(memory.total - memory.available)))
 
 
 def check_memory(parallel: int, settings: PipelineSettings) -> None:

@@ -56,6 +56,8 @@ _TRAINING = MetricGroup(
                "`max_nonfinite` in a row."),
         Metric("train/nonfinite_metrics", "values", "Logged values so far that were not finite and were left out.",
                "Above 0: read the warning in the log that names them."),
+        Metric("train/loss_sum", "loss", "Sum of a loss over the tokens of a request (training service)."),
+        Metric("train/sequences", "sequences", "Sequences of a request with a token that counts (training service)."),
         Metric("train/tokens", "tokens", "Real tokens of the step (SFT, reward model, preference)."),
         Metric("train/epoch", "epochs", "Passes over the training data so far (SFT, reward model, preference)."),
         Metric("train/success_rate", "share", "Rollouts of the iteration that the environment counts as solved.",
@@ -587,8 +589,18 @@ _PIPELINE = MetricGroup(
     ),
 )
 
+_RUN = MetricGroup(
+    "State of a run: `run/`",
+    "Only where the newest values are kept, in Prometheus and Datadog (`tracking.sinks`).",
+    (
+        Metric("run/active", "0 or 1", "1 while the run is under way.", "1 for long while `run/step` stands still."),
+        Metric("run/step", "steps", "Step of the newest metrics."),
+        Metric("run/progress", "share", "Part of the run that is done, where it is known."),
+    ),
+)
+
 GROUPS: tuple[MetricGroup, ...] = (
-    _TRAINING, _EVALUATION, _REWARD, _POLICY, _VALUE, _CURRICULUM, _TOOL, _THOUGHTS, _PERF, _SYSTEM, _DATA, _PROMOTION,
-    _ANALYSIS, _PIPELINE,
+    _TRAINING, _EVALUATION, _REWARD, _POLICY, _VALUE, _CURRICULUM, _TOOL, _THOUGHTS, _PERF, _SYSTEM, _RUN, _DATA,
+    _PROMOTION, _ANALYSIS, _PIPELINE,
 )
 # fmt: on

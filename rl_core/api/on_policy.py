@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_core.api.data import as_environment, check_prompts
 from rl_core.api.evaluation import validation
 from rl_core.api.own_functions import FunctionSource, code_digests, with_functions
-from rl_core.api.policy import ModelSource, Policy, load_policy, model_name, on_device_of
+from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
 from rl_core.api.recipes import Record
 from rl_core.api.recipes.policy_gradient import distillation
 from rl_core.api.recipes.policy_gradient import policy_gradient as policy_gradient_recipe
@@ -23,7 +23,9 @@ from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
-from rl_core.models import heads
+from rl_core.models import causal_lm, heads
+from rl_core.models.lora import is_fresh
+from rl_core.references.pool import frozen_models
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
@@ -36,6 +38,7 @@ from rl_core.settings import (
     PolicySettings,
     resolve_defaults,
 )
+from rl_core.settings.references import Precision
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
@@ -164,7 +167,7 @@ def policy_gradient(
     folder = folder_of(output)
     recipe = policy_gradient_recipe(
         policy,
-        _reference(model, policy) if settings.kl_coef > 0 else None,
+        _reference(model, policy, settings.reference_precision) if settings.kl_coef > 0 else None,
         acting,
         settings,
         seed,
@@ -251,24 +254,28 @@ def _rewards_of(
     return parts
 
 
-def _reference(source: ModelSource, policy: Policy) -> PreTrainedModel:
-    """The starting model for the KL term: of adapters that were added here, the model without them; else a copy."""
+def _reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
+    """The starting model for the KL term: of new adapters, the policy without them; else a copy."""
     if isinstance(source, str | Path):
-        return load_policy(source).model
+        return frozen_models().get(model_folder(source), ModelSettings(), precision=precision)
+    if is_fresh(policy.model):
+        return policy.model
     if isinstance(source, ModelSettings):
-        return policy.model if source.lora is not None else load_policy(source).model
+        return frozen_models().get(model_folder(str(source.path)), source, precision=precision)
+    if precision != "full":
+        raise SettingsError("reference_precision: a model that is loaded already is copied as it is; name its folder")
     return copy.deepcopy(policy.model)
 
 
 def _scorer(folder: str | Path, policy: Policy) -> Scorer:
     """Scores token rows with the reward model in a folder. Raises: SettingsError where it reads other tokens."""
     source = Path(folder) / "model" if (Path(folder) / "model").is_dir() else folder
-    model, tokenizer = heads.load_reward_model(source, on_device_of(policy))
-    if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    settings = on_device_of(policy)
+    if causal_lm.load_tokenizer(source, settings).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    return functools.partial(heads.score, model)
+    return functools.partial(heads.score, frozen_models().get(source, settings, kind="reward_model"))
 
 
 def _validation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,19 +106,21 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
 
 
 def load(
-    path: str | Path, settings: ModelSettings, *, seed: int = 0
+    path: str | Path, settings: ModelSettings, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model and tokenizer in a folder, or under a hub name.
 
     Only safetensors weights are read. Adapters are added when `settings.lora` is given, drawn from `seed`. A tokenizer
     without a padding token pads with its end-of-sequence token.
 
+    Args:
+        options: further ones of `from_pretrained` that place the model, such as a quantisation.
     Raises: ModelError when there is no such model, or its files cannot be used.
     """
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(path, settings)
-    quantized = lora.quantized_loading(settings.lora, device_of(settings), dtype_of(settings))
+    quantized = options or lora.quantized_loading(settings.lora, device_of(settings), dtype_of(settings))
     model: Any = load_pretrained(AutoModelForCausalLM, path, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id

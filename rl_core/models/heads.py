@@ -5,7 +5,7 @@ B rows, S tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +41,22 @@ def reward_model_from(
     return model, tokenizer
 
 
-def load_reward_model(path: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The reward model and tokenizer in a folder, or under a hub name.
+def load_reward_model(
+    path: str | Path, settings: ModelSettings, *, options: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The reward model and tokenizer in a folder, or under a hub name. `options`: as in `causal_lm.load`.
 
     Raises: CheckpointError when it cannot be read, has no trained head, or its family has no sequence head.
     """
-    return _load(path, settings, may_miss=())
+    return _load(path, settings, may_miss=(), options=options)
 
 
 def _load(
-    path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...]
+    path: str | Path,
+    settings: ModelSettings,
+    *,
+    may_miss: tuple[str, ...],
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForSequenceClassification
 
@@ -59,13 +65,13 @@ def _load(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = load_pretrained(
-            AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1
+            AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1, **(options or {})
         )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return model.to(device_of(settings)).train(), tokenizer
+    return (model if options else model.to(device_of(settings))).train(), tokenizer
 
 
 def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

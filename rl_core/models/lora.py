@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_adapter",
+    "is_fresh",
     "is_lora",
     "merged",
     "plain_linear",
@@ -113,6 +114,23 @@ def _tied_names(model: PreTrainedModel) -> set[str]:
 def is_lora(model: torch.nn.Module) -> bool:
     """True = `model` is wrapped by peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def is_fresh(model: Any) -> bool:
+    """True = adapters that change nothing yet, so that without them the model computes what it does with them."""
+    if not is_lora(model):
+        return False
+    named = dict(model.named_parameters())
+    second = [tensor for name, tensor in named.items() if ".lora_B." in name or ".lora_embedding_B." in name]
+    if not second or any(bool(tensor.any()) for tensor in second):
+        return False
+    originals = {name: tensor for name, tensor in named.items() if ".original_module." in name}
+    return all(
+        torch.equal(tensor, named[found])
+        for name, tensor in originals.items()
+        for found in named
+        if _WHOLE.sub(".", found) == name.replace(".original_module.", ".") and ".modules_to_save." in found
+    )
 
 
 def unwrap(model: Any) -> PreTrainedModel:

@@ -80,6 +80,7 @@ def policy_metrics(table: TokenTable, options: Mapping[str, float]) -> Metrics:
         **counts(table["rows"][used]),
         **spread("ratio", ratio),
         **spread("advantage", table["advantages"][used]),
+        **spread("advantage_square", table["advantages"][used] ** 2, extremes=False),
         **spread("logprob", p),
         **spread("sampler_logprob", q, extremes=False),
         **spread("sampler_difference", np.abs(move)),
@@ -140,6 +141,7 @@ def value_metrics(table: TokenTable, options: Mapping[str, float]) -> Metrics:
     bounded = old + np.clip(values - old, -clip, clip) if clip > 0 else values
     total = float(returns.var()) if returns.size else 0.0
     return {
+        "reward:mean": float(table["rewards"].sum()) / max(1, len(np.unique(table["rows"]))),  # of a sequence
         **spread("value", values),
         **spread("return", returns),
         "value_loss:mean": float(0.5 * (np.maximum(error**2, (returns - bounded) ** 2)).mean()) if used.any() else 0.0,

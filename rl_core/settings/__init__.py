@@ -26,6 +26,7 @@ from rl_core.settings.policy import (
     PolicySettings,
     ReplaySettings,
 )
+from rl_core.settings.references import ReferenceSettings
 from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
     CoherenceSettings,
@@ -35,7 +36,12 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.service import ServiceEngineSettings
+from rl_core.settings.service import (
+    ServiceEngineSettings,
+    ServiceServerSettings,
+    ServiceSettings,
+    ServiceWorkerSettings,
+)
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -81,6 +87,7 @@ __all__ = [
     "PolicySettings",
     "PreferenceSettings",
     "RegexSettings",
+    "ReferenceSettings",
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
@@ -88,6 +95,9 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "ServiceEngineSettings",
+    "ServiceServerSettings",
+    "ServiceSettings",
+    "ServiceWorkerSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",

@@ -11,6 +11,7 @@ from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.references import Precision
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
@@ -116,6 +117,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, doc="value function; default: for ppo, while reinforce uses the batch mean"
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
+    reference_precision: Precision = setting(
+        "full",
+        doc="weights of that model, where it is a copy (not with LoRA, whose adapters are switched off): int8 and int4 "
+        "(package torchao) save memory and move the KL (docs/reference-models.md)",
+    )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", doc="placement of the KL penalty; in the reward it is k1 per token"
     )
@@ -279,6 +285,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
+        if self.kl_coef == 0 and self.reference_precision != "full":
+            raise SettingsError("reference_precision: there is no reference model where kl_coef is 0; remove it")
         if self.kl_coef == 0 and self.kl_controller != "fixed":
             raise SettingsError("kl_controller: needs kl_coef above 0 to start from")
         if self.entropy_floor > self.entropy_coef:

@@ -1,4 +1,4 @@
-"""Settings of the training service's engine."""
+"""Settings of the training service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
-__all__ = ["ServiceEngineSettings"]
+__all__ = ["ServiceEngineSettings", "ServiceServerSettings", "ServiceSettings", "ServiceWorkerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +42,78 @@ class ServiceEngineSettings(Settings):
         for name, place in self.bases.items():
             if not isinstance(place, str) or not place or not name:
                 raise SettingsError(f"bases: {name!r}: {place!r} is no model folder or hub name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceWorkerSettings(Settings):
+    """Durability and memory of the process that computes, and lifetimes of what it leaves."""
+
+    snapshot_steps: int = setting(
+        10,
+        ge=1,
+        le=1_048_576,
+        doc="updates of a run between two snapshots; after a kill at most that many are repeated",
+    )
+    snapshot_seconds: float = setting(
+        60.0, ge=0.0, le=1e6, doc="a changed run that has none for so long is saved, too; 0: after every request"
+    )
+    idle_seconds: float = setting(
+        3600.0, gt=0.0, le=1e9, doc="a run unused for so long leaves memory until it is asked"
+    )
+    samplers_in_memory: int = setting(
+        64, ge=1, le=1_048_576, doc="samplers in memory; others come back from their folder"
+    )
+    batch_requests: int = setting(
+        256, ge=1, le=65_536, doc="requests of one kind given to the engine together, at most"
+    )
+    result_seconds: float = setting(86_400.0, gt=0.0, le=1e9, doc="lifetime of an answer that nobody fetches")
+    memory_seconds: float = setting(
+        3600.0, gt=0.0, le=1e9, doc="for so long a repeated request is still known after its answer is forgotten"
+    )
+    sampler_seconds: float = setting(
+        86_400.0, gt=0.0, le=1e9, doc="lifetime of an unused sampler without a path; one hour after its session's end"
+    )
+    registered: Literal["none", "weights", "sampler_weights", "all"] = setting(
+        "none", doc="saved paths that become versions in the model registry (`mlflow`)"
+    )
+    registered_name: str = setting("service", doc="name of the registered model; the base model's name is added")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceServerSettings(Settings):
+    """The HTTP server: address, bounds of requests, waiting."""
+
+    host: str = setting("127.0.0.1", doc="loopback address to listen on; 127.0.0.1, ::1 or localhost")
+    port: int = setting(8123, ge=1, le=65_535, doc="port to listen on")
+    max_body_bytes: int = setting(
+        64 * 2**20, ge=1024, le=2**31, doc="largest body of a request, before and after decompression"
+    )
+    poll_seconds: float = setting(25.0, gt=0.0, le=40.0, doc="for so long a request for a result is held")
+    fetched_seconds: float = setting(
+        600.0, ge=0.0, le=1e9, doc="for so long a fetched result may be fetched again before it is forgotten"
+    )
+    url_seconds: float = setting(3600.0, gt=0.0, le=1e9, doc="life of the signed addresses of exported weights")
+
+    def check(self) -> None:
+        """The server is for this machine; a tunnel or a proxy with TLS leads to it."""
+        if self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise SettingsError(
+                f"host: {self.host!r} is not loopback; other machines reach the service through an SSH tunnel"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings(Settings):
+    """The training service: its folder, store, server, engine and worker."""
+
+    folder: str = setting("outputs/service", doc="folder of the store, snapshots and saved weights")
+    store: str = setting("", doc="URL of the store: sqlite:///FILE or postgresql://...; left out: a file in the folder")
+    mlflow: str = setting("", doc="MLflow server or store of the model registry; left out: a store in the folder")
+    server: ServiceServerSettings = setting(ServiceServerSettings(), doc="the HTTP server")
+    engine: ServiceEngineSettings = setting(ServiceEngineSettings(), doc="the engine")
+    worker: ServiceWorkerSettings = setting(ServiceWorkerSettings(), doc="the process that computes")
+
+    @property
+    def store_url(self) -> str:
+        """URL of the store."""
+        return self.store or f"sqlite:///{self.folder}/service.db"

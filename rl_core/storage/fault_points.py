@@ -25,6 +25,7 @@ RUNS = {
     "own server": "posttrain run without PREFECT_API_URL",
     "up": "posttrain up",
     "deployment": "a run of a deployment",
+    "service": "posttrain service up",
 }
 
 
@@ -178,6 +179,21 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("sweep.told", "the outcome of a trial is noted", "sweep"),
         ("sweep.chosen", "the winner is noted, nothing is reported", "sweep"),
         ("sweep.reported", "table and figure are written, the gate has not been asked", "sweep"),
+    ),
+    "training service": _group(
+        ("service.accepting", "some requests are written, not committed", "service"),
+        ("service.accepted", "they are committed, nobody knows", "service"),
+        ("service.claimed", "the worker has taken some requests, nothing is computed", "service"),
+        ("service.computed", "some requests are computed, the store does not have the answers", "service"),
+        ("service.finishing", "their answers are written, not committed", "service"),
+        ("service.finished", "they are committed, the memory of the runs is not noted", "service"),
+        ("service.snapshot", "a snapshot of a run is published, the store does not say so", "service"),
+        ("service.covered", "it does", "service"),
+        ("service.replayed", "a run is restored and its requests are computed again", "service"),
+        ("service.saved", "weights are under their path, the store does not know it", "service"),
+        ("service.exported", "a saved path is exported for the model registry", "service"),
+        ("service.registered", "the registry has its version, the store does not know it", "service"),
+        ("service.published", "the weights of a sampler are in their folder, there is no sampler", "service"),
     ),
     "flows": _group(
         ("flow.begun", "the flow has begun, the run has not"),

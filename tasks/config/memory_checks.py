@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
-
+from rl_core.machine_memory import machine_memory
 from rl_core.settings.presets import PRESETS
 from tasks import stage_registry
 from tasks.config.problems import Key, Problem
@@ -20,18 +18,6 @@ GIB = 2**30
 TOKEN_BYTES = 8 + 28 + 8 + 24 + 8
 EPISODE_BYTES = 4096  # of an episode with its trajectory, before its first token
 TRAINED_WEIGHT_BYTES = 16  # float32 weight, gradient and the two moments of Adam
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
-
-
-def machine_memory() -> int:
-    """Bytes of main memory, or of the container's limit where that is less."""
-    total = int(psutil.virtual_memory().total)
-    for path in map(Path, _LIMITS):
-        try:
-            total = min(total, int(path.read_text()))
-        except (OSError, ValueError):  # no such limit, or "max"
-            continue
-    return total
 
 
 def memory_problems(settings: PipelineSettings) -> Iterator[Problem]:

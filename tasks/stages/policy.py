@@ -13,8 +13,9 @@ from rl_core.api.policy import Policy
 from rl_core.api.recipes.policy_gradient import policy_gradient
 from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
-from rl_core.models import causal_lm, heads
+from rl_core.models import heads
 from rl_core.models.lora import is_lora
+from rl_core.references.pool import frozen_models
 from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
@@ -51,11 +52,14 @@ def _body(context: StageContext) -> dict[str, Any]:
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
     reference = None
     if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
-        reference = policy.model if is_lora(policy.model) else causal_lm.load(context.inputs["model"], frozen)[0]
+        reference = policy.model
+        if not is_lora(policy.model):
+            precision = settings.reference_precision
+            reference = frozen_models().get(context.inputs["model"], frozen, precision=precision)
     scorer = None
     if "reward_model" in context.inputs:
-        reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
-        scorer = functools.partial(heads.score, reward_model)
+        folder = Path(context.inputs["reward_model"]) / "model"
+        scorer = functools.partial(heads.score, frozen_models().get(folder, frozen, kind="reward_model"))
     failed = kept_episodes(context)
     recipe = policy_gradient(
         policy,

@@ -5,6 +5,7 @@ forks       a warm process that forks a child for each run
 content     what a run left, in a form that equal runs share
 trials      kills, restarts, comparison
 report      figures as JSON and Markdown
+service     the same for a training service: its worker and its clients
 
 `python -m crash --help` (in tests/), `make crash-test`.
 """

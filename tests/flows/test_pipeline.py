@@ -330,6 +330,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(prefect_api, tmp_path, monkeypatch):
     config, overrides = policy_only(tmp_path, "test")
     overrides += ["threads=auto", "stages.policy.iterations=4", "stages.policy.curriculum=[]"]

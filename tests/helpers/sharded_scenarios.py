@@ -39,7 +39,7 @@ from rl_core.training.loop import run_loop
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
 OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}
 LONG = {
-    "cut muon", "rest muon", "whole muon", "sapo", "distill", "dynamic", "ppo separate", "ppo shared",
+    "cut muon", "rest muon", "whole muon", "own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared",
     "policy adapters", "by layer other backend", "by layer recomputed",
 }  # fmt: skip
 

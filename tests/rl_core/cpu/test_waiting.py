@@ -69,8 +69,13 @@ def test_the_watcher_bounds_waiting_while_threads_queue(monkeypatch: pytest.Monk
         def set(self, is_there: bool) -> None:
             self.seen.append(is_there)
 
-    busy = iter([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])  # the first look only begins the measurement
-    monkeypatch.setattr(waiting.Queue, "threads", lambda self: next(busy))
+    class Queue:  # in place of the class: this process's own watcher may be looking at an instance of that one
+        busy = iter([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])  # the first look only begins the measurement
+
+        def threads(self) -> float:
+            return next(self.busy)
+
+    monkeypatch.setattr(waiting, "Queue", Queue)
     monkeypatch.setattr(waiting, "_SECONDS", 0.0)
     with pytest.raises(StopIteration):
         waiting._watch(Crowd())  # type: ignore[arg-type]

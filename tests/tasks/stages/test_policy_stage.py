@@ -1,6 +1,8 @@
 """The stage `policy` by itself, with every shipped component; its record of rewards, and what it says of them."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.policy_stage import PARTS, context_of, save_base
@@ -8,7 +10,7 @@ from helpers.policy_stage import PARTS, context_of, save_base
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.contribution import Contribution
-from rl_core.settings import ModelSettings
+from rl_core.settings import LoraSettings, ModelSettings
 from tasks.pipeline.stage import REWARD_RECORD
 from tasks.pipeline.stage_folder import keep_checkpoints
 from tasks.processes.launch import run_in_workers
@@ -129,3 +131,32 @@ def test_an_interrupted_stage_keeps_checkpoints_and_record(tmp_path):
         (tmp_path / name).write_text("")
     keep_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", REWARD_RECORD]
+
+
+def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp_path, monkeypatch):
+    """Without LoRA a copy through the cache, with it no second model at all."""
+    handed, asked = [], []
+    models = policy.frozen_models()
+
+    def get(path, model, **options):
+        asked.append((path, model.lora, options))
+        return type(models).get(models, path, model, **options)
+
+    class Enough(Exception):
+        pass
+
+    def recipe(loaded, reference, *rest, **options):
+        handed.append((loaded.model, reference))
+        raise Enough
+
+    monkeypatch.setattr(policy, "frozen_models", lambda: SimpleNamespace(get=get))
+    monkeypatch.setattr(policy, "policy_gradient", recipe)
+    plain = context_of(base, tmp_path / "plain", kl_coef=0.1)
+    lora = dataclasses.replace(plain.pipeline.model, lora=LoraSettings(rank=2))
+    adapted = context_of(base, tmp_path / "adapted", kl_coef=0.1)
+    adapted.pipeline = dataclasses.replace(adapted.pipeline, model=lora)
+    for context in (plain, adapted):
+        with pytest.raises(Enough):
+            policy._body(context)
+    assert asked == [(base, None, {"precision": "full"})]
+    assert handed[0][1] is not handed[0][0] and handed[1][1] is handed[1][0]

@@ -1,0 +1,120 @@
+"""Requests about saved weights and samplers, and their answers: plain data beside `rl_core.service.requests`.
+
+Paths are `tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`; the worker finds the folders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult
+from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
+
+__all__ = [
+    "Command",
+    "LoadWeights",
+    "ModelMade",
+    "ModelUnloaded",
+    "OpenSampler",
+    "Result",
+    "SamplerOpened",
+    "SaveForSampler",
+    "SaveWeights",
+    "UnloadModel",
+    "WeightsLoaded",
+    "WeightsSaved",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeights:
+    """Save a run: with optimizer (`weights`), or as a Hugging Face or peft folder (`external_weights`)."""
+
+    model_id: str
+    path: str  # where it will be
+    overwrite: bool = False
+    ttl_seconds: float | None = None
+    external: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveForSampler:
+    """Save weights to sample from: under a path, or for one new sampler."""
+
+    model_id: str
+    path: str | None = None  # given: a named save
+    sampler_id: str | None = None  # given: the sampler that is made of it
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWeights:
+    """Load saved weights into a run, which is made where it does not exist."""
+
+    model_id: str
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSampler:
+    """A sampler of a base model, or of saved weights."""
+
+    sampler_id: str
+    base: str | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadModel:
+    """End a run; what was saved of it stays."""
+
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMade:
+    """A new run."""
+
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSaved:
+    """A path that now exists."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded:
+    """A run that now has the weights of a path."""
+
+    model_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOpened:
+    """A sampler that can be asked."""
+
+    sampler_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnloaded:
+    """A run that is over."""
+
+    model_id: str
+
+
+Command = (
+    CreateModel | ForwardBackward | OptimStep | SampleRequest | SaveWeights | SaveForSampler | LoadWeights | OpenSampler
+    | UnloadModel
+)  # fmt: skip
+Result = (
+    ForwardBackwardResult | OptimStepResult | SampleResult | ModelMade | WeightsSaved | WeightsLoaded | SamplerOpened
+    | ModelUnloaded
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""The service's YAML file as settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import SettingsError
+from rl_core.settings import ServiceSettings
+from tasks.config.overrides import apply_overrides
+from tasks.config.problems import ConfigError, KeyLocations
+from tasks.config.schema import read
+from tasks.config.yaml_loader import read_yaml
+from tasks.shipped import find_config
+
+__all__ = ["load_service_settings", "service_settings"]
+
+
+def load_service_settings(path: str | Path, overrides: Iterable[str] = ()) -> ServiceSettings:
+    """Settings of a file, or of the shipped one of that name; model folders are looked up from the current folder, then
+    from the file's.
+
+    Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
+    """
+    path = find_config(path)
+    document = read_yaml(path)
+    places = KeyLocations(str(path), lines=document.lines)
+    problems = document.problems + apply_overrides(document.data, overrides, places)
+    settings, found = read(ServiceSettings, document.data)
+    known = {problem.key for problem in problems}
+    problems = problems + [problem for problem in found if problem.key not in known]
+    if problems or settings is None:
+        raise ConfigError(problems, places)
+    return _with_places(settings, path.parent)
+
+
+def service_settings(values: Mapping[str, Any]) -> ServiceSettings:
+    """Settings of plain values, as `tasks.config.resolve` gives them. Raises: ConfigError."""
+    settings, problems = read(ServiceSettings, values)
+    if problems or settings is None:
+        raise ConfigError(problems, KeyLocations("settings"))
+    return settings
+
+
+def _with_places(settings: ServiceSettings, folder: Path) -> ServiceSettings:
+    """Absolute folders; a base model that is no folder here is a name of the hub."""
+    bases = {}
+    for name, place in settings.engine.bases.items():
+        found = next((path for path in (Path(place), folder / place) if path.is_dir()), None)
+        if found is None and (place.startswith((".", "/", "~")) or place.count("/") > 1):
+            raise SettingsError(f"engine.bases.{name}: {place} is no folder")
+        bases[name] = place if found is None else str(found.resolve())
+    engine = dataclasses.replace(settings.engine, bases=bases)
+    return dataclasses.replace(settings, folder=str(Path(settings.folder).resolve()), engine=engine)

@@ -1,0 +1,121 @@
+"""Routes of results: one, all of a sampling session, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from flows.service.http.callers import Server, server_of
+from flows.service.http.promises import json_body
+from flows.service.http.refusals import Refused
+from flows.service.http.sampling_routes import CLONE_SEQS
+from flows.service.store import ApiKey, StoredRequest
+from flows.service.wire.bodies import CancelFuture, FuturesTarget, RetrieveFuture, RetrieveFutures
+
+__all__ = ["FUTURE_ROUTES", "own_result"]
+
+INLINE_BYTES = 1 << 20  # larger results are announced first, where the client allows it
+_TRY_AGAIN = {"type": "try_again", "queue_state": "active"}
+_TYPES = {"json": "application/json", "protobuf": "application/x-protobuf"}
+
+
+async def own_result(server: Server, caller: ApiKey, request_id: str) -> StoredRequest:
+    """A request with its result, if it has one. Raises: Refused (404, 403)."""
+    found = await server.ask(server.store.result, request_id)
+    if found is None:
+        raise Refused(410, f"request '{request_id[:100]}' is unknown; its result was fetched or has expired")
+    if found.owner != caller.key_id:
+        raise Refused(403, f"request '{request_id[:100]}' belongs to another API key")
+    return found
+
+
+async def _retrieve(request: Request) -> Response:
+    """Held until the result is there; 408 = ask again."""
+    server = server_of(request)
+    caller = await server.caller(request)
+    body = await json_body(server, request, RetrieveFuture)
+    with server.room.expecting(body.request_id) as event:
+        found = await own_result(server, caller, body.request_id)
+        waits = not found.is_final and not server.room.is_over
+        if waits and await _within(event, server.settings.server.poll_seconds):
+            found = await own_result(server, caller, body.request_id)
+    return _result(server, found, body)
+
+
+async def _within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _result(server: Server, found: StoredRequest, asked: RetrieveFuture) -> Response:
+    if not found.is_final:
+        return JSONResponse(_TRY_AGAIN, 408)
+    if found.state != "done":
+        return JSONResponse({"error": found.error or found.state, "category": found.category or "server"})
+    if found.answer is None or found.answer_type is None:
+        raise Refused(410, f"the result of {found.request_id} was fetched, or has expired, and is forgotten")
+    if asked.allow_metadata_only and len(found.answer) > INLINE_BYTES:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": len(found.answer)})
+    server.fetched[found.request_id] = time.time()
+    return Response(found.answer, media_type=_TYPES[found.answer_type])
+
+
+async def _retrieve_many(request: Request) -> Response:
+    """Held until a request of the sampling session becomes final; then all that did since the cursor."""
+    server = server_of(request)
+    caller = await server.caller(request)
+    body = await json_body(server, request, RetrieveFutures)
+    target = body.target
+    await server.own_target(caller, target.sampling_session_id)
+    if body.retrieved_request_ids:
+        await server.ask(server.store.forget, body.retrieved_request_ids, caller.key_id)
+    seconds = server.settings.server.poll_seconds
+    end = time.monotonic() + (seconds if body.timeout is None else min(seconds, body.timeout))
+    with server.room.expecting(target.sampling_session_id) as event:
+        while True:
+            event.clear()
+            completions, cursor = await _finished(server, target, body.prev_cursor)
+            left = end - time.monotonic()
+            if completions or left <= 0 or server.room.is_over or not await _within(event, left):
+                return JSONResponse({"completions": completions, "cursor": cursor})
+
+
+async def _finished(server: Server, target: FuturesTarget, cursor: int) -> tuple[list[dict[str, Any]], int]:
+    first = target.cloned_sampler_id * CLONE_SEQS
+    found, cursor = await server.ask(
+        server.store.finished_of, target.sampling_session_id, first, first + CLONE_SEQS - 1, cursor
+    )
+    completions = []
+    for request_id, state, size in found:
+        if state == "done":
+            completions.append(
+                {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
+            )
+        else:
+            completions.append({"state": "failed", "request_id": request_id})
+    return completions, cursor
+
+
+async def _cancel(request: Request) -> Response:
+    server = server_of(request)
+    caller = await server.caller(request)
+    body = await json_body(server, request, CancelFuture)
+    await own_result(server, caller, body.request_id)
+    is_cancelled = await server.ask(server.store.cancel, body.request_id)
+    await server.note(caller, "request_cancel", body.request_id, "" if is_cancelled else "too late")
+    return JSONResponse({"type": "cancel_future", "cancelled": is_cancelled})
+
+
+FUTURE_ROUTES = [
+    Route("/retrieve_future", _retrieve, methods=["POST"]),
+    Route("/retrieve_futures", _retrieve_many, methods=["POST"]),
+    Route("/cancel_future", _cancel, methods=["POST"]),
+]

@@ -1,0 +1,37 @@
+"""The store of a training service: everything that server and worker share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from flows.service.store.access import Access
+from flows.service.store.directory import Directory
+from flows.service.store.intake import Intake
+from flows.service.store.transactions import Database
+from flows.service.store.work import Work
+
+__all__ = ["ServiceStore"]
+
+
+class ServiceStore(Intake, Work, Directory, Access):
+    """Requests, sessions, runs, samplers, checkpoints, keys and audit in one database; safe for threads.
+
+    Any number of processes may open it, one of them as the worker.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        """`url`: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Raises: SettingsError, BackendError."""
+        Intake.__init__(self, Database(url), clock)
+
+    def changes(self) -> int:
+        """A number that differs when another connection has committed since; take it before reading."""
+        return self._database.changes()
+
+    def wait_for_change(self, seen: int, timeout: float) -> int:
+        """Wait until `changes()` is not `seen`, at most `timeout` seconds; its present value."""
+        return self._database.wait_for_change(seen, timeout)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._database.close()

@@ -1,0 +1,233 @@
+"""The worker's side of requests: what is ready, claiming, answers, the history that is replayed, snapshots, expiry."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+import flows.service.store.tables as tables
+from flows.service.store.acceptance import stored
+from flows.service.store.intake import cancel_where
+from flows.service.store.records import Answer, StoredRequest
+from flows.service.store.transactions import Database, counted
+from rl_core.errors import ServiceError
+from rl_core.storage.faults import fault
+
+__all__ = ["RequestOutcome", "Ready", "Work"]
+
+_requests, _runs = tables.requests, tables.runs
+LATE = "its deadline passed before it was begun"
+
+# Made once: building a statement costs more than running it.
+_WAITING = (
+    sa.select(
+        _requests.c.request_id, _requests.c.kind, _requests.c.line, _requests.c.target, _requests.c.seq,
+        _requests.c.place, _requests.c.deadline, sa.func.length(_requests.c.payload).label("size"),
+    )
+    .where(_requests.c.state == "waiting").order_by(_requests.c.place).limit(sa.bindparam("most"))
+)  # fmt: skip
+_CHAINS = (
+    sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq)
+    .join(_runs, _runs.c.model_id == _requests.c.target)
+    .where(
+        _requests.c.target.in_(sa.bindparam("targets", expanding=True)), _requests.c.line == "training",
+        _requests.c.seq >= _runs.c.next_seq, _requests.c.state.in_(("waiting", "running", "cancelled")),
+    )
+    .order_by(_requests.c.target, _requests.c.seq)
+)  # fmt: skip
+_IDS = _requests.c.request_id.in_(sa.bindparam("ids", expanding=True))
+_CLAIM = (
+    _requests.update().where(_IDS, _requests.c.state == "waiting")
+    .values(state="running", started=sa.bindparam("now")).returning(_requests)
+)  # fmt: skip
+_OPEN_ONES = sa.select(_requests.c.request_id, _requests.c.target, _requests.c.line, _requests.c.seq).where(
+    _IDS, _requests.c.finished.is_(None)
+)
+_ENDS = ("state", "finished", "finish_place", "answer", "answer_type", "answer_digest", "error", "category")
+_FINISH = _requests.update().where(_requests.c.request_id == sa.bindparam("id")).values(
+    {name: sa.bindparam(name) for name in _ENDS}
+)  # fmt: skip
+_FINISH_FOR_GOOD = _FINISH.values(payload=b"")  # nothing replays it
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request that may be computed now, without its contents."""
+
+    request_id: str
+    kind: str
+    target: str
+    seq: int
+    place: int
+    size: int  # bytes of the payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """The end of a request, and what else becomes true with it."""
+
+    request_id: str
+    answer: Answer | ServiceError
+    run: Mapping[str, Any] = field(default_factory=dict)  # new values of the target's row in `runs`
+    rows: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # rows of other tables, in place of those of the same key
+
+
+class Work:
+    """Requests as the worker sees them. One worker at a time (it holds a lock of the service's folder)."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._clock = database, clock
+
+    # -- what to compute -----------------------------------------------------------------------------------------------
+
+    def ready(self, limit: int = 1024) -> list[Ready]:
+        """Requests that may be computed, in the order of acceptance; of training those without a hole before them.
+
+        Those whose deadline has passed are cancelled.
+        """
+        now = self._clock()
+        with self._database.reading() as connection:
+            rows = connection.execute(_WAITING, {"most": 8 * limit}).all()
+            late = [row.request_id for row in rows if row.deadline is not None and row.deadline <= now]
+            chains = {} if late else self._chains(connection, {row.target for row in rows if row.line == "training"})
+        if late:
+            with self._database.writing() as connection:
+                chosen = _requests.c.request_id.in_(late) & (_requests.c.state == "waiting")
+                cancel_where(connection, chosen, LATE, now)
+            return self.ready(limit)
+        found = [row for row in rows if row.line != "training" or row.seq in chains[row.target]]
+        return [Ready(row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0) for row in found[:limit]]
+
+    @staticmethod
+    def _chains(connection: sa.Connection, targets: set[str]) -> dict[str, set[int]]:
+        """Numbers that follow each run's newest computed request without a hole; cancelled ones are no hole."""
+        rows = connection.execute(_CHAINS, {"targets": sorted(targets)}) if targets else ()
+        chains: dict[str, set[int]] = {target: set() for target in targets}
+        for target, seq, next_seq in rows:
+            chain = chains[target]
+            if seq == next_seq + len(chain):
+                chain.add(seq)
+        return chains
+
+    def claim(self, request_ids: Iterable[str]) -> list[StoredRequest]:
+        """Those that still wait, as running ones, in the order of acceptance."""
+        ids = list(request_ids)
+        if not ids:
+            return []
+        with self._database.writing(synced=False) as connection:
+            rows = connection.execute(_CLAIM, {"ids": ids, "now": self._clock()}).all()
+        fault("service.claimed")
+        return sorted((stored(row) for row in rows), key=lambda request: request.place)
+
+    def reclaim(self) -> int:
+        """Have requests wait again that a dead worker was computing; their number."""
+        with self._database.writing() as connection:
+            return connection.execute(
+                _requests.update().where(_requests.c.state == "running").values(state="waiting", started=None)
+            ).rowcount
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def finish(self, outcomes: Sequence[RequestOutcome | tuple[str, Answer | ServiceError]]) -> None:
+        """Store answers and what becomes true with them, all or nothing; what is final already stays as it is."""
+        if not outcomes:
+            return
+        given = [
+            outcome if isinstance(outcome, RequestOutcome) else RequestOutcome(request_id=outcome[0], answer=outcome[1])
+            for outcome in outcomes
+        ]
+        with self._database.writing() as connection:
+            rows = connection.execute(_OPEN_ONES, {"ids": [one.request_id for one in given]})
+            known = {row.request_id: row for row in rows}
+            found = [one for one in given if one.request_id in known]
+            if found:
+                last = counted(connection, "finished", len(found))
+                for place, outcome in enumerate(found, last - len(found) + 1):
+                    self._finish_one(connection, outcome, known[outcome.request_id], place)
+            fault("service.finishing")
+        fault("service.finished")
+
+    def _finish_one(self, connection: sa.Connection, outcome: RequestOutcome, row: sa.Row[Any], place: int) -> None:
+        values: dict[str, Any] = dict.fromkeys(("answer", "answer_type", "answer_digest", "error", "category"))
+        if isinstance(outcome.answer, ServiceError):
+            values |= {"state": "failed", "error": str(outcome.answer), "category": outcome.answer.category}
+        else:
+            body = outcome.answer.body
+            values |= {"state": "done", "answer": body, "answer_type": outcome.answer.content_type}
+            values["answer_digest"] = hashlib.sha256(body).hexdigest()
+        values |= {"finished": self._clock(), "finish_place": place, "id": outcome.request_id}
+        is_training = row.line == "training"
+        connection.execute(_FINISH if is_training else _FINISH_FOR_GOOD, values)
+        if is_training:
+            run = {"next_seq": row.seq + 1, **outcome.run}
+            connection.execute(_runs.update().where(_runs.c.model_id == row.target).values(run))
+        for name, content in outcome.rows:
+            _put(connection, tables.metadata.tables[name], content)
+
+    # -- replay --------------------------------------------------------------------------------------------------------
+
+    def history(self, model_id: str, after: int) -> list[StoredRequest]:
+        """A run's final training requests behind number `after`, in their order."""
+        mine = (_requests.c.target == model_id) & (_requests.c.line == "training") & (_requests.c.seq > after)
+        query = sa.select(_requests).where(mine, _requests.c.finished.is_not(None)).order_by(_requests.c.seq)
+        with self._database.reading() as connection:
+            return [stored(row) for row in connection.execute(query)]
+
+    def cover(self, model_id: str, seq: int, steps: int) -> None:
+        """A durable snapshot holds the requests up to `seq`: those up to the snapshot before lose their payload."""
+        with self._database.writing() as connection:
+            mine = _runs.c.model_id == model_id
+            before = connection.scalar(sa.select(_runs.c.covered).where(mine))
+            if before is None or seq <= before:
+                return
+            connection.execute(_runs.update().where(mine).values(covered=seq, covered_before=before, steps=steps))
+            covered = (_requests.c.target == model_id) & (_requests.c.line == "training") & (_requests.c.seq <= before)
+            held = _requests.c.finished.is_not(None) & (sa.func.length(_requests.c.payload) > 0)
+            connection.execute(_requests.update().where(covered & held).values(payload=b""))
+        fault("service.covered")
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Raise one of the worker's counters."""
+        with self._database.writing() as connection:
+            counted(connection, f"worker.{name}", by)
+
+    def counts(self) -> dict[str, int]:
+        """The worker's counters since the store was made."""
+        counters = tables.counters
+        query = sa.select(counters.c.name, counters.c.value).where(counters.c.name.startswith("worker."))
+        with self._database.reading() as connection:
+            return {name.removeprefix("worker."): int(value) for name, value in connection.execute(query)}
+
+    # -- expiry --------------------------------------------------------------------------------------------------------
+
+    def expire(self, *, result_seconds: float, memory_seconds: float) -> tuple[int, int]:
+        """Forget answers that nobody fetched, and in the end that they were there.
+
+        Args:
+            result_seconds: lifetime of an answer. memory_seconds: for which a repeated request is still known after
+                its answer is forgotten; requests that a snapshot does not hold stay in any case.
+        Returns: (answers forgotten, requests removed).
+        """
+        now = self._clock()
+        final = _requests.c.finished.is_not(None)
+        with self._database.writing() as connection:
+            old = final & ~_requests.c.forgotten & (_requests.c.finished < now - result_seconds)
+            forgotten = connection.execute(_requests.update().where(old).values(forgotten=True, answer=None)).rowcount
+            covered = sa.select(_runs.c.covered_before).where(_runs.c.model_id == _requests.c.target).scalar_subquery()
+            ended = sa.exists().where(_runs.c.model_id == _requests.c.target, _runs.c.state.in_(("failed", "unloaded")))
+            dropped = (_requests.c.line != "training") | (_requests.c.seq <= covered) | ended
+            gone = _requests.c.forgotten & (_requests.c.finished < now - memory_seconds) & dropped
+            removed = connection.execute(_requests.delete().where(gone)).rowcount
+        return forgotten, removed
+
+
+def _put(connection: sa.Connection, table: sa.Table, content: Mapping[str, Any]) -> None:
+    """Insert a row, in place of one with the same key."""
+    key = sa.and_(*(column == content[column.name] for column in table.primary_key))
+    connection.execute(table.delete().where(key))
+    connection.execute(table.insert().values(dict(content)))

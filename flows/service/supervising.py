@@ -1,0 +1,127 @@
+"""`posttrain service up`: HTTP server and worker of a service's folder, started again when they die."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from flows.operations.managed_service import ManagedService
+from flows.operations.ports import check_port
+from flows.operations.processes import check_platform, end_all, mark_of
+from flows.operations.services import ROOT, ServiceSpec, ask, base_environment
+from flows.operations.steady_clock import SteadyClock
+from flows.runtime.prefect_access import own_path
+from flows.service.store import ServiceStore
+from rl_core.errors import BackendError
+from rl_core.settings import ServiceSettings
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
+from tasks.config import resolve
+
+__all__ = ["address_of", "log_of", "supervise"]
+
+STEP_SECONDS = 0.2
+SAVING_SECONDS = 60.0  # for a worker that saves its runs before it is killed
+
+
+def address_of(settings: ServiceSettings) -> str:
+    """Address that clients take as their base URL."""
+    host = settings.server.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+
+
+def log_of(settings: ServiceSettings, name: str) -> Path:
+    """Log of `server` or `worker`."""
+    return Path(settings.folder) / "logs" / f"{name}.log"
+
+
+def _specs(settings: ServiceSettings) -> list[ServiceSpec]:
+    folder, url = Path(settings.folder), address_of(settings)
+
+    def answers() -> bool:
+        try:
+            return bool(ask(f"{url}/api/v1/healthz"))
+        except (OSError, ValueError):
+            return False
+
+    def environment(name: str) -> dict[str, str]:
+        found = base_environment(folder, name)
+        return found | {"PYTHONPATH": own_path(found)}
+
+    def command(role: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json"))
+
+    return [
+        ServiceSpec("worker", command("worker"), environment("worker"), ROOT, "", lambda: True, watched=False,
+                    soft=SAVING_SECONDS, grace=SAVING_SECONDS + 5.0),
+        ServiceSpec("server", command("server"), environment("server"), ROOT, url, answers, "--set server.port",
+                    settings.server.port),
+    ]  # fmt: skip
+
+
+def supervise(settings: ServiceSettings, say: Callable[[str], None] = print) -> None:
+    """Run both processes until SIGTERM or Ctrl-C.
+
+    Raises: SettingsError for a port that is taken; FolderBusy where another supervisor runs; BackendError where the
+        store does not answer, or a process does not start.
+    """
+    check_platform()
+    folder = make_folder(Path(settings.folder))
+    stops: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+
+    with FolderLock(folder / "supervisor.lock"):
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        servers: list[ManagedService] = []
+        try:
+            end_all(mark_of(folder), grace=SAVING_SECONDS)
+            store = ServiceStore(settings.store_url)
+            listed = store.keys()
+            has_keys = any(key.revoked is None for key in listed)
+            store.close()
+            check_port(settings.server.port, "the training service", "--set server.port=N")
+            write_json_atomic(folder / "settings.json", resolve(settings))
+            servers += [ManagedService(spec, log_of(settings, spec.name)) for spec in _specs(settings)]
+            _keep_up(servers, stops, lambda: _announce(settings, has_keys, say))
+        finally:
+            _stop(servers)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    say("stopped; every run is saved")
+
+
+def _keep_up(servers: list[ManagedService], stops: list[int], ready: Callable[[], None]) -> None:
+    clock, is_announced = SteadyClock(), False
+    while not stops:
+        for server in servers:
+            server.step(clock())
+            if server.state.restarts and not is_announced:
+                raise BackendError(
+                    f"the {server.service.name} {server.state.message}; its last lines ({server.state.log}):\n"
+                    f"{server.tail()}"
+                )
+        if not is_announced and all(server.is_up for server in servers):
+            ready()
+            is_announced = True
+        time.sleep(STEP_SECONDS)
+
+
+def _announce(settings: ServiceSettings, has_keys: bool, say: Callable[[str], None]) -> None:
+    say(f"training service  {address_of(settings)}  (logs: {log_of(settings, 'server').parent})")
+    say(f"base models       {', '.join(sorted(settings.engine.bases)) or 'none; name some in engine.bases'}")
+    if not has_keys:
+        say("no API key yet    posttrain service key create NAME")
+    say("Ctrl-C stops it; runs are saved and go on at the next start")
+
+
+def _stop(servers: list[ManagedService]) -> None:
+    for server in servers:
+        server.signal(signal.SIGTERM)
+    for server in servers:
+        server.stop(time.time(), SAVING_SECONDS + 10.0)

@@ -1,0 +1,134 @@
+"""The process that computes: takes requests from the store in their order and puts answers there.
+
+It may be killed at any moment: what it has not answered is computed again when it is back (`live_runs`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from flows.runtime.stopping import bounded
+from flows.service.store import ServiceStore
+from flows.service.worker.computing import Computing
+from flows.service.worker.live_runs import LiveRuns
+from flows.service.worker.live_samplers import LiveSamplers
+from flows.service.worker.rounds import choose
+from flows.service.worker.saved_versions import SavedVersions
+from flows.service.worker.service_folder import ServiceFolder
+from flows.service.worker.upkeep import Upkeep
+from flows.service.worker.weights_on_disk import WeightsOnDisk
+from rl_core.errors import BackendError
+from rl_core.service.training_engine import TrainingEngine
+from rl_core.settings import ServiceSettings
+from rl_core.storage.folder_removal import clear_leftovers
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
+
+__all__ = ["EngineProcess", "run_worker"]
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 1.0  # without a request, until snapshots and upkeep are looked at
+RETRY_SECONDS = 1.0  # after the store refused
+LOCK_SECONDS = 15.0  # that a worker which is being stopped may hold the lock
+
+
+class EngineProcess:
+    """The worker of a service's folder."""
+
+    def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
+        self._store = store
+        self._folder = ServiceFolder(Path(settings.folder).resolve())
+        engine = TrainingEngine(settings.engine)
+        self._most, self._most_runs = settings.worker.batch_requests, settings.engine.max_runs
+        weights = WeightsOnDisk(engine, store, self._folder, settings.worker)
+        self._runs = LiveRuns(engine, store, self._folder, weights, settings.worker)
+        self._samplers = LiveSamplers(engine, store, self._folder, weights, settings.worker.samplers_in_memory)
+        self._runs.when_unloaded = self._samplers.drop_inflight
+        self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers)
+        self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
+        self._versions = SavedVersions(engine, store, self._folder, weights, settings)
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Let `run` end after what it is computing; any thread, also a signal handler."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Compute until `stop`, then save what has changed. Raises: FolderBusy where another worker runs."""
+        make_folder(self._folder.root)
+        with FolderLock(self._folder.lock, wait_s=LOCK_SECONDS):
+            clear_leftovers(self._folder.root)
+            again = self._store.reclaim()
+            log.info("worker starts; %d requests were being computed", again)
+            while not self._stopping.is_set():
+                try:
+                    self.step()
+                except (BackendError, OSError) as error:  # memory may be ahead of the store
+                    log.error("%s; trying again", error)
+                    self._runs.drop_all()
+                    self._stopping.wait(RETRY_SECONDS)
+                    self._again()
+            self._runs.save_all()
+            log.info("worker stops; all runs are saved")
+
+    def _again(self) -> None:
+        """Put back what was being computed, once the store answers."""
+        while not self._stopping.is_set():
+            try:
+                self._store.reclaim()
+                return
+            except (BackendError, OSError):
+                self._stopping.wait(RETRY_SECONDS)
+
+    def step(self, wait: float = WAIT_SECONDS) -> int:
+        """One round, or a wait for a request; the number of requests computed. Raises: BackendError, OSError."""
+        seen = self._store.changes()
+        if ready := self._store.ready():
+            number = self._computing.compute(choose(ready, self._most, self._most_runs), self._stopping.is_set)
+        else:
+            number = 0
+            self._runs.save_due()
+            self._versions.step()
+            until = time.monotonic() + wait
+            while not self._stopping.is_set() and time.monotonic() < until:
+                if self._store.wait_for_change(seen, 0.1) != seen:
+                    break
+        self._upkeep.when_due()
+        return number
+
+
+def run_worker(settings: ServiceSettings) -> int:
+    """The worker until a signal; the exit code: 143 after SIGTERM, within 10 s, 130 after Ctrl-C.
+
+    Raises: FolderBusy where another worker runs; SettingsError, BackendError where the store cannot be opened.
+    """
+    store = ServiceStore(settings.store_url)
+    process = EngineProcess(settings, store)
+    with bounded(), _stop_on_signal(process) as received:
+        process.run()
+    store.close()
+    return 128 + received[0] if received else 0
+
+
+@contextmanager
+def _stop_on_signal(process: EngineProcess) -> Iterator[list[int]]:
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        process.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,111 @@
+"""Saved paths as versions of a registered model, with their lineage; in the background, and gone on with after a kill.
+
+Weights are exported as a Hugging Face folder between two rounds, for the engine belongs to one thread; another thread
+gives the folder to the tracking store, which may be slow or away: no request waits for it. The same bytes of the same
+run are one version, so an attempt that was killed is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from pathlib import Path
+
+from flows.service.store import CheckpointRecord, ServiceStore
+from flows.service.worker.service_folder import ServiceFolder
+from flows.service.worker.weights_on_disk import WeightsOnDisk
+from rl_core.errors import BackendError, PosttrainError, ServiceError
+from rl_core.service.training_engine import TrainingEngine
+from rl_core.settings import ServiceSettings
+from rl_core.storage.faults import fault
+from tasks.tracking import Tracking
+
+__all__ = ["SavedVersions", "registered_name"]
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 60.0  # after the store was away
+
+
+def registered_name(prefix: str, base: str) -> str:
+    """Name of the registered model for a base model."""
+    return re.sub(r"[^A-Za-z0-9_.\- ]+", "-", f"{prefix}-{base}")[:100]
+
+
+class SavedVersions:
+    """Registration of saved paths, one at a time, the oldest first."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        store: ServiceStore,
+        folder: ServiceFolder,
+        weights: WeightsOnDisk,
+        settings: ServiceSettings,
+    ) -> None:
+        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
+        self._settings = settings
+        self._thread: threading.Thread | None = None
+        self._not_before = 0.0
+
+    def step(self) -> None:
+        """Begin with the next path, if one waits and none is being sent."""
+        if self._settings.worker.registered == "none" or time.monotonic() < self._not_before:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        record = self._store.checkpoint_to_register()
+        if record is None:
+            return
+        staging = self._folder.staging("model")
+        try:
+            self._weights.remove(staging)
+            self._engine.export(self._folder.absolute(record.folder), staging)
+        except ServiceError as error:
+            self._failed(record, error)
+            return
+        fault("service.exported")
+        self._thread = threading.Thread(target=self._send, args=(record, staging), name="versions", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for what is being sent."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _send(self, record: CheckpointRecord, staging: Path) -> None:
+        try:
+            version = self._version(record, staging)
+            fault("service.registered")
+            self._store.change_checkpoint(record.path, version=version, registration="done")
+            log.info("%s is %s", record.path, version)
+        except (BackendError, OSError) as error:
+            log.warning("%s is registered later: %s", record.path, error)
+            self._not_before = time.monotonic() + AGAIN_SECONDS
+        except PosttrainError as error:
+            self._failed(record, error)
+
+    def _version(self, record: CheckpointRecord, staging: Path) -> str:
+        """The version of an exported folder, NAME/NUMBER. Raises: BackendError while the store is away."""
+        name = registered_name(self._settings.worker.registered_name, record.base)
+        tracking = Tracking(self._settings.mlflow or None, self._folder.root, "service")
+        tags = {
+            "stage": "service", "service.path": record.path, "service.run": record.model_id, "base_model": record.base,
+            "service.owner": record.owner, "service.optimizer": record.facts.get("optimizer"),
+            **{f"service.user.{key}": value for key, value in (record.facts.get("user_metadata") or {}).items()},
+        }  # fmt: skip
+        run = tracking.start_run(
+            record.model_id, self._folder.root / "tracking" / record.model_id,
+            tags={"service.run": record.model_id, "base_model": record.base}, params=record.facts,
+        )  # fmt: skip
+        with run:
+            number = run.log_model(staging, "policy", name, tags=tags, step=record.steps, description=record.path)
+        if number is None:
+            raise BackendError(f"the store of the model registry at {tracking.uri} does not answer")
+        return f"{name}/{number}"
+
+    def _failed(self, record: CheckpointRecord, error: Exception) -> None:
+        log.error("%s gets no version: %s", record.path, error)
+        self._store.change_checkpoint(record.path, registration="failed")

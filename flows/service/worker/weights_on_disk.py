@@ -1,0 +1,124 @@
+"""Saved weights in the service's folder: saving, loading, exporting, removing.
+
+A folder without its row in the store is what a killed worker left, or is about to be removed; saving there begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.service.commands import LoadWeights, SaveForSampler, SaveWeights, WeightsLoaded
+from flows.service.store import CheckpointRecord, ServiceStore
+from flows.service.wire.tinker_paths import parse_path
+from flows.service.worker.service_folder import ServiceFolder, folder_bytes
+from rl_core.errors import CheckpointError, ServiceError
+from rl_core.service.training_engine import TrainingEngine
+from rl_core.settings import ServiceWorkerSettings
+from rl_core.storage.faults import fault
+from rl_core.storage.folder_removal import remove_folder
+
+__all__ = ["WeightsOnDisk", "model_facts"]
+
+
+def model_facts(engine: TrainingEngine, model_id: str) -> dict[str, Any]:
+    """Adapter and optimizer of a run, as JSON."""
+    info = engine.model_info(model_id)
+    adapter = None if info.adapter is None else dataclasses.asdict(info.adapter)
+    return {"adapter": adapter, "optimizer": info.optimizer, "num_trained": info.num_trained}
+
+
+class WeightsOnDisk:
+    """Saved paths and their folders."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        store: ServiceStore,
+        folder: ServiceFolder,
+        settings: ServiceWorkerSettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine, self._store, self._folder = engine, store, folder
+        self._settings, self._clock = settings, clock
+
+    def find(self, path: str, owner: str) -> CheckpointRecord:
+        """Saved weights that a key may read. Raises: ServiceError (user)."""
+        found = self._store.checkpoint(path)
+        if found is None or (found.owner != owner and not found.public):
+            raise ServiceError(f"path: there are no saved weights {path}, or they have expired", "user")
+        return found
+
+    def folder_of(self, path: str, owner: str) -> Path:
+        """Folder of saved weights. Raises: ServiceError (user)."""
+        return self._folder.absolute(self.find(path, owner).folder)
+
+    def load(self, command: LoadWeights, owner: str) -> WeightsLoaded:
+        """Weights into a run, which is made where it is not there. Raises: ServiceError."""
+        folder = self.folder_of(command.path, owner)
+        self._engine.load_weights(command.model_id, folder, optimizer=command.optimizer)
+        return WeightsLoaded(model_id=command.model_id, path=command.path)
+
+    def save(
+        self, command: SaveWeights | SaveForSampler, owner: str, facts: Mapping[str, Any], latest: Callable[[], Path]
+    ) -> CheckpointRecord:
+        """Weights of a run under a path; they are durable, and the row is what makes them known.
+
+        Args:
+            latest: takes a snapshot of the run and gives its folder, for an export.
+        Raises: ServiceError.
+        """
+        assert command.path is not None
+        place, model_id = parse_path(command.path), command.model_id
+        folder = self._folder.weights(command.path)
+        is_known = self._store.checkpoint(command.path) is not None
+        replaces = isinstance(command, SaveForSampler) or command.overwrite
+        if is_known and not replaces:
+            raise ServiceError(f"path: {command.path} exists already; choose another name, or overwrite it", "user")
+        if not is_known:
+            self.remove(folder)
+        if isinstance(command, SaveForSampler):
+            self._engine.save_sampler_weights(model_id, folder)
+        elif command.external:
+            peft = self._engine.model_info(model_id).adapter is not None
+            self._engine.export(latest(), folder, peft=peft)
+        else:
+            self._engine.save_weights(model_id, folder, {"path": command.path})
+        fault("service.saved")
+        info, now = self._engine.model_info(model_id), self._clock()
+        wanted = self._settings.registered in ("all", place.kind)
+        return CheckpointRecord(
+            path=command.path, model_id=model_id, owner=owner, kind=place.kind, name=place.name,
+            folder=self._folder.relative(folder), created=now, steps=info.steps, bytes=folder_bytes(folder),
+            expires=None if command.ttl_seconds is None else now + command.ttl_seconds, base=info.base,
+            facts={**model_facts(self._engine, model_id), "user_metadata": facts.get("user_metadata") or {}},
+            registration="waiting" if wanted and place.kind != "external_weights" else "none",
+        )  # fmt: skip
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder; one that is not there is no fault. Raises: ServiceError (server)."""
+        try:
+            if folder.is_dir():
+                remove_folder(folder)
+        except CheckpointError as error:
+            raise ServiceError(str(error), "server") from error
+
+    def remove_siblings(self, folder: Path) -> None:
+        """Remove all folders beside this one. Raises: ServiceError (server)."""
+        for other in sorted(folder.parent.iterdir()):
+            if other != folder and not other.name.startswith("."):
+                self.remove(other)
+
+    def remove_expired(self) -> list[str]:
+        """Remove what has expired; the paths."""
+        gone = []
+        for record in self._store.expired_checkpoints():
+            with contextlib.suppress(ServiceError):  # the next round tries again
+                self.remove(self._folder.absolute(record.folder))
+                self._store.drop_checkpoint(record.path)
+                gone.append(record.path)
+        return gone

@@ -1,0 +1,28 @@
+"""Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+
+def crash(folder, *options):
+    command = [sys.executable, "-m", "crash.service", "--output", str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "service-crash.json").read_text())["summary"]
+
+
+def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
+    found = crash(tmp_path / "crash", "--kills", "3", "--clients", "1", "--steps", "3")
+    assert found["kills"] >= 3 and found["problems"] == 0 and found["updates"] >= 3
+    assert found["seconds to stop, longest"] < 10  # by SIGTERM; the exit code is among the problems
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path):
+    found = crash(tmp_path / "crash", "--kills", "100", "--clients", "8", "--steps", "12")
+    assert found["kills"] == 100 and found["problems"] == 0

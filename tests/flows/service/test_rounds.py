@@ -1,0 +1,46 @@
+"""Rounds: what is computed together, and turns of runs and samplers."""
+
+from flows.service.store.work import Ready
+from flows.service.worker.rounds import BATCH_BYTES, choose
+
+LETTERS = {"c": "create_model", "f": "forward_backward", "o": "optim_step", "s": "sample", "n": "create_sampler"}
+
+
+def ready(text, size=1):
+    """`a:ffo` = run a with these requests, in this order of acceptance."""
+    found = []
+    for word in text.split():
+        target, _, kinds = word.partition(":")
+        for letter in kinds:
+            seq = sum(one.target == target for one in found)
+            found.append(Ready(f"{target}{seq}", LETTERS[letter], target, seq, len(found), size))
+    return found
+
+
+def chosen(text, most=100, most_runs=100, size=1):
+    found = choose(ready(text, size), most, most_runs)
+    return " | ".join(" ".join(ids) for ids in (found.single, found.passes, found.samples))
+
+
+def test_runs_at_different_points_of_their_loop_meet_in_one_batch():
+    assert chosen("a:fof b:offo c:co d:ss") == "b0 c0 | a0 b1 b2 | d0 d1"
+
+
+def test_new_samplers_come_before_samples():
+    assert chosen("x:s y:ns") == "y0 |  | x0 y1"
+
+
+def test_a_long_queue_of_one_run_keeps_no_other_from_its_turn():
+    assert chosen("a:fffff b:ff c:f", most=4) == " | a0 b0 c0 a1 | "
+
+
+def test_chunks_that_came_in_another_order_are_computed_in_that_of_their_numbers():
+    late = ready("a:fff")
+    late = [Ready(one.request_id, one.kind, one.target, 2 - one.seq, one.place, 1) for one in late]
+    assert choose(late, 10, 10).passes == ["a2", "a1", "a0"]
+
+
+def test_a_batch_is_bounded_by_bytes_and_by_the_runs_that_fit_into_memory():
+    assert chosen("a:f b:f c:f", size=BATCH_BYTES // 2) == " | a0 b0 | "
+    assert chosen("a:f b:f", size=2 * BATCH_BYTES) == " | a0 | "  # never nothing
+    assert chosen("a:of b:f c:f", most_runs=2) == "a0 | a1 b0 | "

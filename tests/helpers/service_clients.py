@@ -1,0 +1,153 @@
+"""Requests of a training service's clients as its store accepts them: bodies, and scripts of several clients."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from flows.service.store import NewRequest
+from flows.service.wire.arrays import write_tensor
+from flows.service.wire.message_table import message
+from helpers.service import VOCAB, random_data
+
+OWNER, SESSION = "key-1", "s"
+
+
+def _new(kind, target, seq, body, **more):
+    payload = json.dumps(body).encode()
+    return NewRequest(
+        kind=kind, owner=OWNER, session_id=SESSION, target=target, seq=seq, payload=payload,
+        content_type="json", **more,
+    )  # fmt: skip
+
+
+def create(run, *, base="base", rank=4, seed=0, optimizer="adamw", full=False):
+    lora = None if full else {"rank": rank, "seed": seed}
+    body = {"session_id": SESSION, "model_seq_id": 0, "base_model": base, "lora_config": lora,
+            "optimizer_config": {"type": optimizer}}  # fmt: skip
+    return _new("create_model", run, 0, body, facts={"seed": seed})
+
+
+def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options):
+    body = message("ForwardBackwardRequest")
+    body.model_id, body.seq_id, body.loss_fn, body.forward_only = run, seq, loss_fn, forward_only
+    for name, value in options.items():
+        body.loss_fn_config[name] = value
+    for datum in data:
+        one = body.data.add()
+        one.model_input.add().encoded_text.tokens = np.asarray(datum.tokens).astype("<i4").tobytes()
+        for name, array in datum.inputs.items():
+            write_tensor(one.loss_fn_inputs[name], np.asarray(array))
+    payload = body.SerializeToString(deterministic=True)
+    return NewRequest(
+        kind="forward_backward", owner=OWNER, session_id=SESSION, target=run, seq=seq, payload=payload,
+        content_type="protobuf",
+    )  # fmt: skip
+
+
+def update(run, seq, learning_rate=1e-2, **adam):
+    return _new(
+        "optim_step",
+        run,
+        seq,
+        {"model_id": run, "seq_id": seq, "adam_params": {"learning_rate": learning_rate, **adam}},
+    )
+
+
+def save(run, seq, name, **more):
+    return _new("save_weights", run, seq, {"model_id": run, "seq_id": seq, "path": name, **more})
+
+
+def save_external(run, seq, name):
+    return _new("save_weights_external", run, seq, {"model_id": run, "seq_id": seq, "path": name})
+
+
+def save_for_sampler(run, seq, name):
+    return _new("save_weights_for_sampler", run, seq, {"model_id": run, "seq_id": seq, "path": name})
+
+
+def publish(run, seq, sampler, kind="snapshot"):
+    body = {"model_id": run, "seq_id": seq, "sampling_session_seq_id": seq, "kind": kind}
+    return _new("save_weights_for_sampler", run, seq, body, facts={"sampling_session_id": sampler})
+
+
+def load(run, seq, path, optimizer=True):
+    body = {"model_id": run, "seq_id": seq} if seq else {"session_id": SESSION, "model_seq_id": 0}
+    return _new("load_weights", run, seq, {**body, "path": path, "optimizer": optimizer})
+
+
+def open_sampler(sampler, *, base=None, path=None):
+    body = {"session_id": SESSION, "sampling_session_seq_id": 0, "base_model": base, "model_path": path}
+    return _new("create_sampler", sampler, 0, body)
+
+
+def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperature=1.0, **more):
+    body = {
+        "sampling_session_id": sampler, "seq_id": seq, "num_samples": num_samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [int(token) for token in prompt]}]},
+        "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "stop": []}, **more,
+    }  # fmt: skip
+    return _new("sample", sampler, seq, body, facts={"seed": 1000 + seq})
+
+
+def unload(run, seq):
+    return _new("unload_model", run, seq, {"model_id": run, "seq_id": seq})
+
+
+# ------------------------------------------------------------------------------------------------------------ scripts
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a script, and the requests whose answers its client awaits before it sends this one."""
+
+    request: NewRequest
+    after: int = -1  # place in the script of the last one that has to be final; -1 = none
+
+
+def script(run: str, number: int, steps: int) -> list[Line]:
+    """A client: trains with the next requests in flight, saves, samples from fresh weights, loads what it saved.
+
+    Args:
+        number: of the client; sets its data, rank, losses and optimizer.
+    """
+    rng = np.random.default_rng(1000 + number)
+    lines: list[Line] = []
+    seq, sampler_seq = 0, 0
+
+    def add(request, after=-1):
+        lines.append(Line(request, after))
+        return len(lines) - 1
+
+    optimizer = "dimuon" if number % 4 == 3 else "adamw"
+    made = add(create(run, rank=2 + number % 3, seed=number, optimizer=optimizer))
+    opened = add(open_sampler(f"{run}.base", base="base"))
+    for step in range(steps):
+        policy = (step + number) % 2 == 1
+        for part in range(1 + step % 2):  # gradients add up
+            seq += 1
+            data = random_data(int(rng.integers(1 << 30)), rows=2, policy=policy)
+            name = ("ppo", "conservative_ppo")[step % 3 == 1] if policy else "cross_entropy"
+            add(loss(run, seq, data, name, forward_only=step % 5 == 4 and part == 0), made)
+        if step == 2:
+            seq += 1
+            add(loss(run, seq, random_data(number, rows=1), "no_such_loss"), made)  # fails, and the run goes on
+        seq += 1
+        add(update(run, seq, weight_decay=0.1, grad_clip_norm=float(step % 2)), made)
+        if step % 3 == 2:
+            seq += 1
+            name = f"{run}.fresh.{step}"
+            published = add(publish(run, seq, name), made)
+            add(sample(name, 0, rng.integers(2, VOCAB, 4)), published)
+            add(sample(f"{run}.base", sampler_seq, rng.integers(2, VOCAB, 3), prompt_logprobs=True), opened)
+            sampler_seq += 1
+        if step % 4 == 3:
+            seq += 1
+            saved = add(save(run, seq, f"at-{step}"), made)
+            if step % 8 == 7:
+                seq += 1
+                add(load(run, seq, f"tinker://{run}/weights/at-{step - 4}", optimizer=number % 2 == 0), saved)
+    add(save(run, seq + 1, "last"), made)
+    return lines

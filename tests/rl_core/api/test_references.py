@@ -1,0 +1,92 @@
+"""The reference of the KL term: the policy without its adapters where that is exact, else a shared or an own copy."""
+
+import pytest
+import torch
+from helpers.library import equal, length, settings, small_policy, weights
+
+import rl_core
+from rl_core.api import on_policy
+from rl_core.errors import SettingsError
+from rl_core.models.lora import is_fresh
+from rl_core.references.few_bits import FewBitLinear
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_policy().save(tmp_path_factory.mktemp("base") / "model")
+
+
+def with_adapters(folder, **options):
+    lora = rl_core.LoraSettings(rank=2, **options)
+    return rl_core.load_policy(rl_core.ModelSettings(path=str(folder), lora=lora, device="cpu"))
+
+
+def train(source, **options):
+    return rl_core.grpo(source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1, **options))
+
+
+def reference_of(training):
+    return training.trainer.actor_critic.reference
+
+
+def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
+    """Bit for bit what a copy of the starting model gives, without the copy."""
+    policy = with_adapters(folder)
+    training = train(policy)
+    assert reference_of(training) is policy.model
+    training.run()
+    monkeypatch.setattr(on_policy, "is_fresh", lambda model: False)
+    other = train(with_adapters(folder))
+    assert reference_of(other) is not other.model
+    other.run()
+    assert equal(weights(training), weights(other))
+    for name in ("policy/ref_kl", "reward/mean"):
+        assert list(training.metrics()[name]) == list(other.metrics()[name])
+    assert training.metrics()["policy/ref_kl"].iloc[-1] > 0
+
+
+def test_trained_adapters_are_part_of_the_start(folder):
+    policy = with_adapters(folder)
+    train(policy).run()
+    assert not is_fresh(policy.model)
+    again = train(policy)
+    assert reference_of(again) is not policy.model
+    again.run()
+    assert again.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(0.0, abs=1e-6)  # held to where this one began
+
+
+def test_modules_trained_as_a_whole_count(folder):
+    policy = with_adapters(folder, target_modules=("q_proj",), modules_to_save=("up_proj",))
+    assert is_fresh(policy.model)
+    with torch.no_grad():
+        next(p for n, p in policy.model.named_parameters() if "modules_to_save" in n)[0, 0] += 1.0
+    assert not is_fresh(policy.model) and not is_fresh(small_policy().model)
+
+
+def test_trainings_from_one_folder_share_a_copy(folder):
+    first, second = train(folder), train(rl_core.ModelSettings(path=str(folder)))
+    assert reference_of(first) is reference_of(second)
+    assert reference_of(first) is not first.model
+    before = weights(first)
+    first.run()
+    assert equal([p.detach() for p in reference_of(second).parameters()], before)
+
+
+def test_a_reference_in_few_bits(folder):
+    pytest.importorskip("torchao")
+    training = train(folder, reference_precision="int8")
+    assert any(isinstance(part, FewBitLinear) for part in reference_of(training).modules())
+    training.run()
+    full = train(folder)
+    full.run()
+    # the rewards of the first iteration are those of the same rollouts; its KL is the reference's rounding alone
+    assert training.metrics()["reward/mean"].iloc[0] == full.metrics()["reward/mean"].iloc[0]
+    assert full.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(0.0, abs=1e-9)
+    assert 1e-9 < training.metrics()["policy/ref_kl"].iloc[0] < 1e-3
+
+
+def test_few_bits_that_nothing_would_have_are_refused():
+    with pytest.raises(SettingsError, match="no reference model where kl_coef is 0"):
+        rl_core.PolicySettings(reference_precision="int8")
+    with pytest.raises(SettingsError, match="loaded already is copied as it is; name its folder"):
+        train(small_policy(), reference_precision="int8")

@@ -1,0 +1,275 @@
+"""Reference models: log-probabilities and scores, few bits, shared passes, a process of their own."""
+
+import math
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from helpers.waiting import wait_for
+
+import rl_core
+from rl_core.errors import CorruptError, DataError, ModelError, SettingsError
+from rl_core.models import heads
+from rl_core.references import few_bits, pool
+from rl_core.references.few_bits import FewBitLinear, expected_bytes, weight_bytes
+from rl_core.references.loading import ReferenceSource, load_model
+from rl_core.references.pool import FrozenModels, ReferencePool
+from rl_core.references.scorer import SharedScorer
+from rl_core.settings import ModelSettings, ReferenceSettings
+
+ROWS = [[5, 6, 7, 8, 9], [3], [11, 12], [9, 8, 7, 6, 5, 4, 3, 2]]
+FULL = ReferenceSettings(precision="full")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model whose distribution is far from even."""
+    policy = rl_core.create_policy(["abc xyz " * 9], ModelSettings(preset="nano"), seed=1)
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "norm" not in name:
+                weight.mul_(4)
+    return policy.save(tmp_path_factory.mktemp("models") / "policy")
+
+
+@pytest.fixture(scope="module")
+def reward_folder(folder, tmp_path_factory):
+    model, tokenizer = heads.reward_model_from(folder, ModelSettings(), seed=3)
+    place = tmp_path_factory.mktemp("models") / "reward"
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def by_hand(folder, row, temperature=1.0):
+    """log p of each token but the first, from the model's own logits in float64."""
+    model, _ = load_model(ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings()))
+    with torch.no_grad():
+        logits = model(torch.tensor([row])).logits[0].double() / temperature
+    return [float(logits[place].log_softmax(0)[token]) for place, token in enumerate(row[1:])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_ragged_rows(folder, temperature):
+    found = ReferencePool(FULL).logprobs(folder, ROWS, temperature)
+    assert [len(row) for row in found] == [4, 0, 1, 7]
+    for row, values in zip(ROWS, found, strict=True):
+        assert values == pytest.approx(by_hand(folder, row, temperature), abs=1e-5)
+
+
+def test_a_row_is_the_same_in_small_passes(folder):
+    whole = ReferencePool(FULL).logprobs(folder, ROWS)
+    parts = ReferencePool(ReferenceSettings(precision="full", pass_tokens=3)).logprobs(folder, ROWS)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts, strict=True))
+
+
+def test_scores_of_a_reward_model(reward_folder):
+    model, _ = heads.load_reward_model(reward_folder, ModelSettings())
+    assert ReferencePool(FULL).scores(reward_folder, ROWS) == pytest.approx(heads.score(model, ROWS), abs=1e-6)
+
+
+def test_errors_name_what_is_wrong(folder, tmp_path):
+    references = ReferencePool(FULL)
+    with pytest.raises(DataError, match="row 1 has no tokens"):
+        references.logprobs(folder, [[1], []])
+    with pytest.raises(DataError, match="row 0 holds token 99999; there are those below"):
+        references.logprobs(folder, [[1, 99999]])
+    with pytest.raises(ModelError, match="no model folder"):
+        references.logprobs(tmp_path / "nothing", ROWS)
+    assert references.state.loads == 1
+
+
+def test_a_folder_that_is_replaced_is_read_again(folder, tmp_path):
+    place, references = tmp_path / "model", ReferencePool(FULL)
+    rl_core.load_policy(folder).save(place)
+    before = references.logprobs(place, ROWS)[0]
+    other = rl_core.load_policy(folder)
+    with torch.no_grad():
+        other.model.model.layers[0].mlp.down_proj.weight.mul_(3)
+    other.save(place)
+    assert not np.allclose(references.logprobs(place, ROWS)[0], before, atol=1e-3)
+
+
+# -- several askers ----------------------------------------------------------------------------------------------------
+
+
+def test_askers_who_wait_share_a_pass():
+    go, calls = threading.Event(), []
+
+    def score(rows, temperature):
+        calls.append((len(rows), temperature))
+        if len(calls) == 1:
+            assert go.wait(20)
+        return [np.array([10.0 * row[0], temperature]) for row in rows]
+
+    shared, found = SharedScorer(score), {}
+
+    def ask(number, temperature):
+        found[number] = shared.score([[number], [number + 100]], temperature)
+
+    threads = [threading.Thread(target=ask, args=(number, 0.5 if number == 5 else 1.0)) for number in range(6)]
+    threads[0].start()
+    wait_for(lambda: calls)
+    for thread in threads[1:]:
+        thread.start()
+    wait_for(lambda: len(shared._waiting) == 5)
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    for number, rows in found.items():
+        temperature = 0.5 if number == 5 else 1.0
+        assert [row.tolist() for row in rows] == [[10.0 * number, temperature], [10.0 * (number + 100), temperature]]
+    assert sorted(calls) == [(2, 0.5), (2, 1.0), (8, 1.0)] and shared.passes == 3
+
+
+def test_a_fault_is_that_of_its_asker_alone():
+    go, begun = threading.Event(), threading.Event()
+
+    def score(rows, temperature):
+        begun.set()
+        assert go.wait(20)
+        if any(row == [13] for row in rows):
+            raise DataError("no 13 here")
+        return [np.array(row) for row in rows]
+
+    shared, found = SharedScorer(score), {}
+
+    def ask(number):
+        try:
+            found[number] = shared.score([[number]])[0].tolist()
+        except DataError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 12, 13, 14)]
+    threads[0].start()
+    assert begun.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    wait_for(lambda: len(shared._waiting) == 3)
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert found == {1: [1], 12: [12], 13: "no 13 here", 14: [14]}
+
+
+# -- few bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_few_bits_is_the_product_with_its_rounded_weights():
+    """2 x 8 weights in 4 bits with two scales a row; by hand."""
+    rounded = torch.tensor([[-8, 7, 0, 1, 2, 3, -4, 5], [1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.int8)
+    scale = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
+    layer = FewBitLinear(rounded, scale, 4, torch.tensor([100.0, 200.0]))
+    assert layer.numbers.shape == (2, 4) and layer.numbers.dtype == torch.uint8
+    wide = [[-4.0, 3.5, 0.0, 0.5, 4.0, 6.0, -8.0, 10.0], [1.0, 1.0, 1.0, 1.0, -3.0, -3.0, -3.0, -3.0]]
+    assert layer.widened().tolist() == wide
+    assert layer(torch.ones(3, 1, 8)).tolist() == [[[112.0, 192.0]]] * 3
+    eight = FewBitLinear(rounded, torch.tensor([[0.5], [2.0]]), 8, None)
+    assert eight.widened().tolist() == [[value / 2 for value in row] for row in rounded[:1].tolist()] + [
+        [2.0] * 4 + [-2.0] * 4
+    ]
+
+
+@pytest.mark.parametrize(("precision", "bits", "levels"), [("int8", 8, 127), ("int4", 4, 7)])
+def test_weights_are_rounded_to_the_nearest_step(folder, precision, bits, levels):
+    pytest.importorskip("torchao")
+    plain, few = (
+        load_model(ReferenceSource(path=str(folder), kind="policy", precision=chosen, model=ModelSettings()))[0]
+        for chosen in ("full", precision)
+    )
+    layer, weight = few.model.layers[1].mlp.up_proj, plain.model.layers[1].mlp.up_proj.weight
+    assert type(layer) is FewBitLinear and layer.bits == bits
+    groups = weight.unflatten(1, (-1, 32)) if bits == 4 else weight[:, None]
+    step = groups.abs().amax(-1, keepdim=True) / levels  # symmetric; the library may take half a level more
+    assert ((layer.widened() - weight).view_as(groups).abs() <= 0.5 * step * 1.01).all()
+    assert (layer.widened() != weight).any()
+    assert few.lm_head.weight is few.model.embed_tokens.weight  # left as they are, and tied
+    assert torch.equal(few.lm_head.weight, plain.lm_head.weight)
+    expected = expected_bytes(folder, torch.float32, precision)
+    assert weight_bytes(few) == pytest.approx(expected, rel=0.02)  # buffers of rotary frequencies beside it
+    assert weight_bytes(plain) == pytest.approx(expected_bytes(folder, torch.float32, "full"), rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.2), ("int4", 3.0)])
+def test_few_bits_move_logprobs_a_little(folder, precision, most):
+    pytest.importorskip("torchao")
+    plain = ReferencePool(FULL).logprobs(folder, ROWS)
+    few = ReferencePool(ReferenceSettings(precision=precision)).logprobs(folder, ROWS)
+    difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(plain, few, strict=True))
+    assert 1e-6 < difference < most
+
+
+def test_few_bits_of_a_reward_model(reward_folder):
+    pytest.importorskip("torchao")
+    plain = ReferencePool(FULL).scores(reward_folder, ROWS)
+    few = ReferencePool(ReferenceSettings(precision="int8")).scores(reward_folder, ROWS)
+    assert few == pytest.approx(plain, abs=0.2) and few != plain
+
+
+def test_auto_is_full_with_a_warning_where_the_package_is_missing(folder, monkeypatch, caplog):
+    monkeypatch.setattr(pool, "is_installed", lambda: False)
+    monkeypatch.setattr(few_bits, "is_installed", lambda: False)
+    pool._say_full.cache_clear()
+    references = ReferencePool()
+    assert references.logprobs(folder, ROWS)[0] == pytest.approx(by_hand(folder, ROWS[0]), abs=1e-5)
+    assert caplog.text.count("keep full precision: the package torchao") == 1
+    with pytest.raises(SettingsError, match=r"int4 needs the package torchao; install it, or posttrain\[quantize\]"):
+        ReferencePool(ReferenceSettings(precision="int4")).logprobs(folder, ROWS)
+
+
+def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(few_bits, "_shapes", lambda folder: iter([("a.weight", [8, 36])]))
+    with pytest.raises(SettingsError, match="one has 36; set int8"):
+        few_bits.few_bits_loading("int4", torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(few_bits, "_shapes", lambda folder: iter([("a.weight", [8, 48]), ("b.weight", [8, 32])]))
+    assert few_bits._group(tmp_path) == 16
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+
+def test_a_large_model_has_a_process_of_its_own(folder):
+    settings = ReferenceSettings(precision="full", own_process_gib=0.0, max_models=1)
+    references = ReferencePool(settings)
+    found, inside = references.logprobs(folder, ROWS, 0.7), ReferencePool(FULL).logprobs(folder, ROWS, 0.7)
+    assert all(np.array_equal(a, b) for a, b in zip(found, inside, strict=True))
+    with pytest.raises(DataError, match="row 0 holds token 99999"):
+        references.logprobs(folder, [[99999]])
+    (kept,) = references._cache._kept.values()
+    child = kept.scorer._child
+    assert math.isclose(references.state.bytes, weight_bytes(load_model_of(folder)), rel_tol=0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    again = references.logprobs(folder, ROWS, 0.7)  # started again
+    assert all(np.array_equal(a, b) for a, b in zip(again, inside, strict=True)) and kept.scorer._child is not child
+    child = kept.scorer._child
+    del kept
+    references.release()
+    assert child.poll() == 0 and references.state.alive == 0
+
+
+def load_model_of(folder):
+    return load_model(ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings()))[0]
+
+
+def test_what_the_process_cannot_load_is_said(tmp_path, folder):
+    place = tmp_path / "model"
+    rl_core.load_policy(folder).save(place)
+    (place / "config.json").write_text("{}")
+    references = ReferencePool(ReferenceSettings(precision="full", own_process_gib=0.0))
+    with pytest.raises(CorruptError, match="differs from the manifest of its folder"):
+        references.logprobs(place, ROWS)
+
+
+# -- for trainers ------------------------------------------------------------------------------------------------------
+
+
+def test_trainers_share_one_frozen_copy(folder):
+    models = FrozenModels(ReferenceSettings())
+    first = models.get(folder, ModelSettings(path="a"))
+    assert models.get(folder, ModelSettings(path="b")) is first
+    assert models.get(folder, ModelSettings(dtype="bfloat16")) is not first
+    assert not first.training and not any(weight.requires_grad for weight in first.parameters())
