@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import json
 import os
 import re
 import threading
+import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class McpToolset(Toolset):
 
     def __init__(self, servers: Mapping[str, Any], others: Iterable[Tool] = ()) -> None:
         """Nothing is started yet. Raises: SettingsError for options that name no server, or without the package."""
-        require_module("mcp", "mcp")
+        require_module("mcp", "mcp", "options.mcp:")
         self._servers = [_server_of(name, options) for name, options in servers.items()]
         self._others = list(others)
         self._session: _Session | None = None
@@ -137,6 +139,9 @@ class _Connection:
     def __init__(self, server: _Server) -> None:
         """Blocks until the server answers. Raises: EnvironmentFault."""
         self._server, self._loop = server, _event_loop()
+        is_linux = hasattr(os, "memfd_create")  # elsewhere what the server says is dropped
+        self._said = os.memfd_create("stderr") if is_linux else os.open(os.devnull, os.O_RDWR)
+        weakref.finalize(self, os.close, self._said)
         self._client: Any = None
         self._stop: asyncio.Event | None = None
         ready: asyncio.Future[None] = _run(self._loop, _new_future())
@@ -149,12 +154,16 @@ class _Connection:
             found = _reason(error)
             if isinstance(error, TimeoutError):
                 found = f"it did not answer within {server.start_timeout_s:g} s (start_timeout_s)"
+            if words := _last_words(self._said):
+                found += f"; its last words: {words}"
             place = " ".join(server.command) or server.url
             raise EnvironmentFault(f"MCP server '{server.name}' ({place}) cannot be used: {found}") from error
 
     def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """Text of a result. Raises: _ToolFailed."""
         seconds = self._server.timeout_s
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._said, 0)  # it takes memory
         try:
             result = _run(self._loop, asyncio.wait_for(self._client.call_tool(tool, arguments), seconds))
         except TimeoutError:
@@ -193,7 +202,7 @@ class _Connection:
         self._stop = asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
-                self._client = await stack.enter_async_context(_client(self._server, stack))
+                self._client = await stack.enter_async_context(_client(self._server, self._said))
                 if not ready.done():
                     ready.set_result(None)
                 await self._stop.wait()
@@ -204,17 +213,16 @@ class _Connection:
                 raise
 
 
-def _client(server: _Server, stack: AsyncExitStack) -> Any:
-    """The package's client of a server; what the server writes to standard error is dropped."""
+def _client(server: _Server, said: int) -> Any:
+    """The package's client of a server. `said`: descriptor for what the server writes to standard error."""
     import mcp
 
     if server.url:
         return mcp.Client(server.url)
-    nowhere = stack.enter_context(os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     parameters = mcp.StdioServerParameters(
         command=server.command[0], args=list(server.command[1:]), env=dict(server.env), cwd=server.cwd
     )
-    return mcp.Client(mcp.stdio_client(parameters, errlog=nowhere))
+    return mcp.Client(mcp.stdio_client(parameters, errlog=os.fdopen(said, "w", closefd=False)))
 
 
 async def _new_future() -> asyncio.Future[None]:
@@ -249,6 +257,13 @@ def _end_sessions() -> None:
 
 def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+def _last_words(said: int) -> str:
+    """The last line that a server wrote to standard error."""
+    size = os.fstat(said).st_size
+    lines = os.pread(said, 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""
 
 
 def _reason(error: BaseException) -> str:

@@ -28,10 +28,11 @@ def require(package: str, environment: str, user: str | None = None) -> None:
         )
 
 
-def require_module(package: str, environment: str) -> ModuleType:
+def require_module(package: str, environment: str, user: str | None = None) -> ModuleType:
     """The imported package. Raises: SettingsError as `require` does, and if the import fails."""
-    require(package, environment)
+    require(package, environment, user)
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise SettingsError(f"name: environment '{environment}': '{package}' cannot be imported: {error}") from error
+        who = user or f"name: environment '{environment}':"
+        raise SettingsError(f"{who} '{package}' cannot be imported: {error}") from error

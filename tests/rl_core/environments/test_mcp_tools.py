@@ -119,3 +119,11 @@ def test_a_server_that_does_not_start_is_no_fault_of_the_policy():
 def test_options_are_checked(options, message):
     with pytest.raises(SettingsError, match=message):
         Prompts(ROWS, mcp={"count": options})
+
+
+def test_the_last_words_of_a_server_that_does_not_start_are_told(tmp_path):
+    server = tmp_path / "server.py"
+    server.write_text("import no_such_package")
+    acting = Prompts(ROWS, mcp={"shop": {"command": [sys.executable, str(server)]}}, verifier="exact")
+    with pytest.raises(EnvironmentFault, match=r"cannot be used: .*; its last words: .*no_such_package"):
+        acting.episode(0, "all").reset()

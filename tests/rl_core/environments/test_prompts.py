@@ -5,6 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers.adapters import hide
 
 from rl_core.data.prompt_files import read_prompt_rows
 from rl_core.environments import Tool, make
@@ -191,3 +192,11 @@ def test_what_was_read_is_reported(tmp_path):
     report = environment.prepare(tmp_path, 0)
     assert (report["num_rows"], report["num_skipped"], report["levels"]) == (41, 1, ["easy", "hard"])
     assert report["num_train_rows"] + report["num_heldout_rows"] == 40
+
+
+def test_mcp_servers_without_the_package_are_refused_at_their_option(monkeypatch):
+    hide(monkeypatch, "mcp")
+    with pytest.raises(
+        SettingsError, match=r"^options\.mcp: needs the package 'mcp', .* pip install 'posttrain\[mcp\]'"
+    ):
+        Prompts([{"prompt": "a"}], mcp={"shop": {"command": ["python", "server.py"]}})
