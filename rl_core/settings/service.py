@@ -74,7 +74,7 @@ class ServiceWorkerSettings(Settings):
     sampler_seconds: float = setting(
         86_400.0, gt=0.0, le=1e9, doc="lifetime of an unused sampler without a path; one hour after its session's end"
     )
-    register: Literal["none", "weights", "sampler_weights", "all"] = setting(
+    registered: Literal["none", "weights", "sampler_weights", "all"] = setting(
         "none", doc="saved paths that become versions in the model registry (`mlflow`)"
     )
     registered_name: str = setting("service", doc="name of the registered model; the base model's name is added")

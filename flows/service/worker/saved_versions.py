@@ -52,7 +52,7 @@ class SavedVersions:
 
     def step(self) -> None:
         """Begin with the next path, if one waits and none is being sent."""
-        if self._settings.worker.register == "none" or time.monotonic() < self._not_before:
+        if self._settings.worker.registered == "none" or time.monotonic() < self._not_before:
             return
         if self._thread is not None and self._thread.is_alive():
             return

@@ -90,7 +90,7 @@ class WeightsOnDisk:
             self._engine.save_weights(model_id, folder, {"path": command.path})
         fault("service.saved")
         info, now = self._engine.model_info(model_id), self._clock()
-        wanted = self._settings.register in ("all", place.kind)
+        wanted = self._settings.registered in ("all", place.kind)
         return CheckpointRecord(
             path=command.path, model_id=model_id, owner=owner, kind=place.kind, name=place.name,
             folder=self._folder.relative(folder), created=now, steps=info.steps, bytes=folder_bytes(folder),

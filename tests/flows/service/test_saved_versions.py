@@ -33,7 +33,7 @@ def settle(worker):
 @pytest.mark.slow
 def test_saved_paths_become_versions_once(tmp_path, base_folder):
     store = ServiceStore(f"sqlite:///{tmp_path}/service.db")
-    settings = settings_of(tmp_path, base_folder, register="all")
+    settings = settings_of(tmp_path, base_folder, registered="all")
     worker = EngineProcess(settings, store)
     for request in (create("r"), loss("r", 1, random_data(1)), update("r", 2), save("r", 3, "a")):
         store.accept(request)
@@ -76,7 +76,7 @@ def test_without_the_setting_nothing_is_registered(tmp_path, base_folder):
     settle(worker)
     assert store.checkpoint("tinker://r/weights/a").registration == "none"
     assert not (tmp_path / "mlflow").exists() and not (tmp_path / "staging").exists()
-    only = EngineProcess(settings_of(tmp_path, base_folder, register="sampler_weights"), store)
+    only = EngineProcess(settings_of(tmp_path, base_folder, registered="sampler_weights"), store)
     store.accept(save("r", 2, "b"))
     assert only.step(wait=0.0) == 1
     assert store.checkpoint("tinker://r/weights/b").registration == "none"
