@@ -29,6 +29,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
+from rl_core.settings.sinks import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 from tasks import stage_registry
 
 __all__ = [
@@ -52,8 +53,6 @@ else:
 # Folders that servers and logs have in the output folder, beside those of pipelines.
 _RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SINKS = ("tensorboard", "wandb", "prometheus", "dogstatsd")
-CONDITION = re.compile(r"([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")  # of an alert
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -76,16 +75,8 @@ class TrackingSettings(Settings):
     registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
     traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
-    sinks: tuple[str, ...] = setting(
-        (),
-        doc="trackers beside MLflow: tensorboard[:FOLDER], wandb[:PROJECT], prometheus[:FOLDER, :PORT or :HOST:PORT], "
-        "dogstatsd[:HOST:PORT]; none can fail a step (docs/metrics-out.md)",
-    )
-    alerts: dict[str, str] = setting(
-        {},
-        doc="metric -> condition, as policy/ref_kl: '> 0.5'; each time one comes true, the event posttrain.alert is "
-        "emitted, which the webhook gets; reward/alarm: '> 0' is always there, unless it is named",
-    )
+    sinks: tuple[str, ...] = setting((), doc=SINKS_DOC)
+    alerts: dict[str, str] = setting({}, doc=ALERTS_DOC)
 
     def check(self) -> None:
         """The store must be one that MLflow takes, without a password; names must be usable."""
@@ -93,12 +84,8 @@ class TrackingSettings(Settings):
             _check_name("registered_model", self.registered_model)
         if self.experiment is not None and not (self.experiment.strip() and self.experiment.isprintable()):
             raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
-        for sink in self.sinks:
-            if sink.partition(":")[0] not in SINKS:
-                raise SettingsError(f"sinks: {sink!r} is no tracker; {nearest(sink.partition(':')[0], SINKS)}")
-        for metric, condition in self.alerts.items():
-            if CONDITION.fullmatch(str(condition).strip()) is None:
-                raise SettingsError(f"alerts.{metric}: {condition!r} is no condition; write '> 0.5' or '< 0.1'")
+        check_sinks(self.sinks)
+        check_alerts(self.alerts)
         if self.uri is None:
             return
         try:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rl_core.settings.sinks import condition_of
 from rl_core.trackers.base import SilentTracker
-from tasks.config.settings import CONDITION
 
 __all__ = ["EVENT", "Alert", "AlertTracker", "announce"]
 
@@ -45,7 +45,7 @@ class AlertTracker(SilentTracker):
         self, conditions: Mapping[str, str], subject: str, stage: str = "", send: Callable[[Alert], None] | None = None
     ) -> None:
         """`conditions`: metric -> '> 0.5' or '< 0.1', beside the one that is always there. `send`: `announce`."""
-        self._conditions = {metric: _parsed(text) for metric, text in {**ALWAYS, **conditions}.items()}
+        self._conditions = {metric: condition_of(text) for metric, text in {**ALWAYS, **conditions}.items()}
         self._subject, self._stage, self._send = subject, stage, send or announce
         self._true: set[str] = set()
 
@@ -79,9 +79,3 @@ def announce(alert: Alert) -> None:
             "stage": alert.stage, "step": alert.step,
         },
     )  # fmt: skip
-
-
-def _parsed(text: str) -> tuple[str, float]:
-    found = CONDITION.fullmatch(text.strip())
-    assert found is not None  # the settings have been checked
-    return found[1], float(found[2])

@@ -186,7 +186,7 @@ def dpo(output, folder, rows, runs):
             for part in (pairs.train, pairs.heldout)
         )
         recipe = preference(policy, pairs.train, pairs.heldout, settings, seed, found)
-        outcome = recipe.run()
+        outcome = recipe.run(settings)
         own = reference_logprobs(policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192)
         finals = torch.tensor(own)
         place = output / f"dpo-{precision}-{seed}.json"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["MetricSample", "exposition"]
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 
-PREFIX = "posttrain_"
+from rl_core.trackers.prometheus import prometheus_name
+
+__all__ = ["MetricSample", "exposition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +24,26 @@ class MetricSample:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value)) if value != int(value) else str(int(value))
-
-
 def exposition(samples: Sequence[MetricSample]) -> str:
     """All samples, those of one metric together behind its help and type (exposition format 0.0.4)."""
-    lines = []
-    for name in dict.fromkeys(sample.name for sample in samples):
-        mine = [sample for sample in samples if sample.name == name]
-        about = mine[0].about.replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {PREFIX}{name} {about}", f"# TYPE {PREFIX}{name} {mine[0].kind}"]
-        for sample in mine:
-            labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in sample.labels.items())
-            lines.append(f"{PREFIX}{name}{{{labels}}} {_number(sample.value)}" if labels
-                         else f"{PREFIX}{name} {_number(sample.value)}")  # fmt: skip
-    return "\n".join(lines) + "\n"
+    families: dict[str, Metric] = {}
+    for sample in samples:
+        family = families.setdefault(sample.name, Metric(_family(sample), sample.about, sample.kind))
+        family.add_sample(prometheus_name(sample.name), dict(sample.labels), sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Families(list(families.values())))
+    found: bytes = generate_latest(registry)
+    return found.decode()
+
+
+def _family(sample: MetricSample) -> str:
+    """Name of the family: a counter's has no ending."""
+    return prometheus_name(sample.name.removesuffix("_total") if sample.kind == "counter" else sample.name)
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,10 +30,12 @@ from flows.service.wire.encoding import encode
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import Round
+from flows.service.worker.run_metrics import RunMetrics
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.weights_on_disk import WeightsOnDisk, model_facts
 from rl_core.errors import BackendError, ServiceError
 from rl_core.memory import first_line
+from rl_core.service.answers import ForwardBackwardResult
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.storage.faults import fault
@@ -57,9 +60,10 @@ class Computing:
         weights: WeightsOnDisk,
         runs: LiveRuns,
         samplers: LiveSamplers,
+        metrics: RunMetrics,
     ) -> None:
         self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
-        self._runs, self._samplers = runs, samplers
+        self._runs, self._samplers, self._metrics = runs, samplers, metrics
         self._tries: dict[str, int] = {}  # of requests that met a refusal
 
     def compute(self, chosen: Round, is_stopping: Callable[[], bool]) -> int:
@@ -108,6 +112,7 @@ class Computing:
             return self._answered(request, ModelMade(model_id=request.target), run=self._birth(request.target))
         if isinstance(command, UnloadModel):
             self._runs.drop(request.target)
+            self._metrics.ended(request.target)
             return self._answered(request, ModelUnloaded(model_id=request.target), run={"state": "unloaded"})
         if isinstance(command, OpenSampler):
             row = self._samplers.open(command, request)
@@ -116,8 +121,11 @@ class Computing:
             return self._loaded(command, request)
         self._runs.need(request.target)
         if isinstance(command, OptimStep):
+            begun = time.perf_counter()
             stepped = self._engine.optim_step(command)
-            return self._answered(request, stepped, run={"steps": self._engine.model_info(request.target).steps})
+            steps = self._engine.model_info(request.target).steps
+            self._metrics.stepped(request.target, stepped.metrics, steps, time.perf_counter() - begun)
+            return self._answered(request, stepped, run={"steps": steps})
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish(command, request)
             answer = SamplerOpened(sampler_id=command.sampler_id)
@@ -185,15 +193,19 @@ class Computing:
                 given.append((request, ready(request)))
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
+        begun = time.perf_counter()
         try:
             answers = compute([command for _, command in given]) if given else []
         except Exception as error:
             answers = [error] * len(given)
+        seconds = time.perf_counter() - begun
         for (request, _), answer in zip(given, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
                     raise answer
                 outcomes[request.request_id] = self._answered(request, answer)
+                if isinstance(answer, ForwardBackwardResult):
+                    self._metrics.passed(request.target, answer.metrics, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         self._finish([(request, outcomes[request.request_id]) for request in requests])

@@ -20,6 +20,7 @@ from flows.service.worker.computing import Computing
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import choose
+from flows.service.worker.run_metrics import RunMetrics
 from flows.service.worker.saved_versions import SavedVersions
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.upkeep import Upkeep
@@ -53,7 +54,8 @@ class EngineProcess:
         self._runs = LiveRuns(engine, store, self._folder, weights, settings.worker)
         self._samplers = LiveSamplers(engine, store, self._folder, weights, most_samplers)
         self._runs.when_unloaded = self._samplers.drop_inflight
-        self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers)
+        self._metrics = RunMetrics(settings, self._folder.root)
+        self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers, self._metrics)
         self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
         self._versions = SavedVersions(engine, store, self._folder, weights, settings)
         self._stopping = threading.Event()
@@ -78,6 +80,7 @@ class EngineProcess:
                     self._stopping.wait(RETRY_SECONDS)
                     self._again()
             self._runs.save_all()
+            self._metrics.close()
             log.info("worker stops; all runs are saved")
 
     def _again(self) -> None:

@@ -1,7 +1,9 @@
 """Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -248,7 +250,10 @@ def test_own_interface(idle, started):
     listed = idle.client.get(f"/runs/{run}/requests").json()["requests"]
     assert [one["kind"] for one in listed] == ["forward_backward", "create_model"]
     text = idle.client.get("/metrics", headers={"X-API-Key": ""}).text
-    assert 'posttrain_service_requests{kind="forward_backward",state="waiting"} 1' in text.splitlines()
+    assert 'posttrain_service_requests{kind="forward_backward",state="waiting"} 1.0' in text.splitlines()
+    dashboard = Path(__file__).parents[3] / "deployments" / "grafana-dashboard.json"
+    asked = set(re.findall(r"posttrain_service_\w+", dashboard.read_text()))
+    assert len(asked) >= 5 and asked <= set(re.findall(r"^posttrain_\w+", text, re.MULTILINE))
     assert idle.client.get(f"/runs/{run}/queue/stats", headers={"X-API-Key": ""}).status_code == 401
     described = idle.client.get("/openapi.json").json()
     assert "/runs/{run_id}/requests/{request_id}/status" in described["paths"]

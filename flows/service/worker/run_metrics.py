@@ -1,0 +1,129 @@
+"""Metrics of training runs, from the engine's answers to trackers: MLflow and sinks by setting, and alerts.
+
+One step of a tracker is one update of the run, with the means of the passes before it. Nothing here can fail a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_core.service.tracked_names import tracked
+from rl_core.settings import ServiceSettings
+from rl_core.trackers import BackgroundTracker
+from tasks.tracking import RunTracker, Tracking
+from tasks.tracking.beside import alerts_of, check_installed, sinks_of
+from tasks.tracking.system import SystemMonitor
+
+__all__ = ["RunMetrics"]
+
+log = logging.getLogger(__name__)
+
+NAME = "service"  # label `pipeline` of its metrics
+MOST_PASSES = 4096  # that are remembered until an update: a run may only be evaluated
+
+
+class _Tracked:
+    """Trackers of one training run, and what its passes measured since the last update."""
+
+    def __init__(self, sinks: list[BackgroundTracker], run: RunTracker | None) -> None:
+        self.sinks, self.run = sinks, run
+        self.passes: deque[dict[str, float]] = deque(maxlen=MOST_PASSES)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in (self.run, *self.sinks):
+            if tracker is not None:
+                tracker.log_metrics(metrics, step)
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.close("FINISHED", timeout_s=1.0)  # the rest is sent by the next start, or `posttrain sync`
+        for sink in self.sinks:
+            sink.close("FINISHED", 1.0)
+
+
+class RunMetrics:
+    """Trackers of the training runs of a worker."""
+
+    def __init__(self, settings: ServiceSettings, root: Path) -> None:
+        """`root`: folder of the service. Raises: SettingsError where a sink's package is missing."""
+        check_installed(settings.sinks)
+        self._settings, self._root = settings, root
+        self._runs: dict[str, _Tracked] = {}
+        self._is_broken = False
+        self._machine = self._sinks("worker") if settings.sinks else []
+        self._monitor = None
+        if self._machine and settings.system_metrics_seconds:
+            self._monitor = SystemMonitor(root, settings.system_metrics_seconds, self._log_system)
+
+    def passed(self, model_id: str, metrics: Mapping[str, float], seconds: float) -> None:
+        """A forward and backward pass; `seconds`: of the passes that were computed together."""
+        if self._is_broken:
+            return
+        with self._guarded():
+            self._of(model_id).passes.append({**tracked(metrics), "perf/forward_backward_seconds": seconds})
+
+    def stepped(self, model_id: str, metrics: Mapping[str, float], step: int, seconds: float) -> None:
+        """An update: what was measured since the last one is logged."""
+        if self._is_broken:
+            return
+        with self._guarded():
+            found = self._of(model_id)
+            values = {**_means(found.passes), **tracked(metrics), "perf/optim_step_seconds": seconds}
+            found.passes.clear()
+            found.log_metrics(values, step)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error ends all tracking, with one warning."""
+        try:
+            yield
+        except Exception as error:
+            self._is_broken = True
+            log.warning("metrics of training runs are no longer kept: %s: %s", type(error).__name__, error)
+
+    def ended(self, model_id: str) -> None:
+        """A run was unloaded."""
+        if (found := self._runs.pop(model_id, None)) is not None:
+            found.close()
+
+    def close(self) -> None:
+        """End all trackers."""
+        if self._monitor is not None:
+            self._monitor.close()
+        for model_id in list(self._runs):
+            self.ended(model_id)
+        for sink in self._machine:
+            sink.close("FINISHED", 1.0)
+
+    def _of(self, model_id: str) -> _Tracked:
+        if model_id not in self._runs:
+            sinks = [*self._sinks(model_id), alerts_of(self._settings.alerts, NAME, model_id)]
+            for sink in sinks:
+                sink.begin(f"{NAME} · {model_id}", {})
+            self._runs[model_id] = _Tracked(sinks, self._run(model_id) if self._settings.mlflow_runs else None)
+        return self._runs[model_id]
+
+    def _sinks(self, stage: str) -> list[BackgroundTracker]:
+        return sinks_of(
+            self._settings.sinks, self._root, pipeline=NAME, group=NAME, folder=stage, run_id=stage, stage=stage
+        )
+
+    def _run(self, model_id: str) -> RunTracker:
+        tracking = Tracking(self._settings.mlflow or None, self._root, NAME)
+        return tracking.start_run(model_id, self._root / "tracking" / model_id, tags={"kind": "training"}, wait_s=0.0)
+
+    def _log_system(self, metrics: dict[str, float], number: int) -> None:
+        for sink in self._machine:
+            sink.log_system(metrics, number)
+
+
+def _means(passes: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Means over passes; sums of tokens and losses are added up."""
+    names = dict.fromkeys(name for found in passes for name in found)
+    columns = {name: [found[name] for found in passes if name in found] for name in names}
+    summed = ("train/loss_sum", "train/tokens", "train/sequences", "perf/forward_backward_seconds")
+    return {name: sum(values) / (1 if name in summed else len(values)) for name, values in columns.items()}
