@@ -16,7 +16,7 @@ from starlette.requests import Request
 from flows.service.http.refusals import Refused
 from flows.service.http.signed_files import Signer
 from flows.service.http.waiting_room import WaitingRoom
-from flows.service.store import ApiKey, ServiceStore
+from flows.service.store import ApiKey, NewRequest, ServiceStore, StoredRequest
 from rl_core.settings import ServiceSettings
 
 __all__ = ["Server", "server_of", "session_of"]
@@ -24,7 +24,9 @@ __all__ = ["Server", "server_of", "session_of"]
 T = TypeVar("T")
 KEY_SECONDS = 2.0  # for which a key is believed without another look: a revoked one works as long
 MAX_KNOWN = 100_000  # entries of a cache before it is emptied
-STORE_THREADS = 48
+# Many short calls of SQLite in many threads wait for the interpreter's lock, 5 ms each time. Acceptances wait for the
+# disk instead, and those that wait together are one transaction.
+READING_THREADS, ACCEPTING_THREADS = 3, 48
 
 
 def session_of(target: str) -> str:
@@ -47,7 +49,8 @@ class Server:
         self.room = WaitingRoom(store)
         self.signer = Signer(self.folder)
         self.fetched: dict[str, float] = {}  # request -> when its result was sent
-        self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="service-store")
+        self._threads = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="service-store")
+        self._accepting = ThreadPoolExecutor(ACCEPTING_THREADS, thread_name_prefix="service-accept")
         self._keys: dict[str, _Known] = {}
         self._owners: dict[str, str] = {}  # of sessions
 
@@ -55,9 +58,14 @@ class Server:
         """A call of the store, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
 
+    async def accept(self, new: NewRequest) -> StoredRequest:
+        """Store a request, together with those that come at the same time. Raises: ServiceError and its kinds."""
+        return await asyncio.get_running_loop().run_in_executor(self._accepting, self.store.accept, new)
+
     def close(self) -> None:
         """End threads and wake those who wait."""
         self.room.close()
+        self._accepting.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def caller(self, request: Request) -> ApiKey:

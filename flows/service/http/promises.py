@@ -76,7 +76,7 @@ async def accept(
         facts=facts,
         deadline=_deadline(request),
     )
-    return await server.ask(server.store.accept, new)
+    return await server.accept(new)
 
 
 async def accept_training(
