@@ -21,6 +21,12 @@ _OPEN = ("waiting", "running")
 _FIELDS = [column for column in _requests.c if column.name not in ("line", "digest", "finish_place")]
 _LIGHT = [column for column in _FIELDS if column.name != "payload"]
 _ONE = sa.select(_requests).where(_requests.c.request_id == sa.bindparam("request_id"))
+_FINISHED = (
+    sa.select(_requests.c.request_id, _requests.c.target, _requests.c.finish_place)
+    .where(_requests.c.finish_place > sa.bindparam("cursor"))
+    .order_by(_requests.c.finish_place)
+    .limit(sa.bindparam("most"))
+)
 _RESULT = sa.select(*_LIGHT).where(_requests.c.request_id == sa.bindparam("request_id"))
 
 
@@ -76,14 +82,8 @@ class Intake:
 
         Wait with `changes` and `wait_for_change`; take the number of `changes` before this list.
         """
-        place = _requests.c.finish_place
         with self._database.reading() as connection:
-            rows = connection.execute(
-                sa.select(_requests.c.request_id, _requests.c.target, place)
-                .where(place > cursor)
-                .order_by(place)
-                .limit(limit)
-            ).all()
+            rows = connection.execute(_FINISHED, {"cursor": cursor, "most": limit}).all()
         return [(row.request_id, row.target) for row in rows], (rows[-1].finish_place if rows else cursor)
 
     def finished_of(

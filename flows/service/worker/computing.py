@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MOST_TRIES = 5  # then a request fails, and the others go on
 # Kills from outside hit any request, some again and again; one that takes all memory ends every worker.
-MOST_DEATHS = 16
+MOST_DEATHS = 24
 
 
 class Computing:

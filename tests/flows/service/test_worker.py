@@ -125,12 +125,12 @@ def test_a_request_that_fails_is_final_and_the_run_goes_on(store, worker):
 def test_a_request_that_ends_every_worker_fails_and_the_others_go_on(store, worker):
     ask(store, worker, create("r"))
     deadly, good = (store.accept(loss("r", seq, random_data(seq))) for seq in (1, 2))
-    for _ in range(16):
+    for _ in range(24):
         assert [one.seq for one in store.claim([deadly.request_id])] == [1]
         store.reclaim()
     (stepped,) = ask(store, worker, update("r", 3))
     found = store.request(deadly.request_id)
-    assert (found.state, found.category, found.deaths) == ("failed", "server", 16) and "16 workers" in found.error
+    assert (found.state, found.category, found.deaths) == ("failed", "server", 24) and "24 workers" in found.error
     assert store.request(good.request_id).state == stepped.state == "done"
 
 
