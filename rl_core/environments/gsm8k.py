@@ -195,7 +195,7 @@ class GSM8K(Environment):
             if self._is_prepared():
                 assert self.data is not None
                 paths = {name: self.data / file for name, file in _FILES.items()}
-                self._use({name: read_questions(path, check=check_question).rows for name, path in paths.items()})
+                self._use({name: list(read_questions(path, check=check_question).rows) for name, path in paths.items()})
             else:
                 self._use(self._read_raw(seed=0)[0])
         assert self._splits is not None

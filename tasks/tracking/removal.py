@@ -150,12 +150,13 @@ def remove_from_store(
             attempt("remove traces", store.client.delete_traces, experiment, trace_ids=chunk)
     for name, version in versions:
         attempt(f"remove version {version} of {name}", store.client.delete_model_version, name, str(version))
+    # Files first: after a kill in between, what the store still lists is found and removed again.
     for model in models:
-        attempt("remove a logged model", store.client.delete_logged_model, model.model_id)
         if model.folder is not None:
             remove_folder(model.folder)
+        attempt("remove a logged model", store.client.delete_logged_model, model.model_id)
     for run in runs:
-        attempt(f"remove run {run.name}", store.client.delete_run, run.run_id)
         if run.artifacts is not None:
             remove_folder(run.artifacts)
+        attempt(f"remove run {run.name}", store.client.delete_run, run.run_id)
     return problems

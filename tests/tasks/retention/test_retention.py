@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 from helpers.waiting import delivered_run_id
+from mlflow import MlflowClient
 
 from rl_core.errors import DataError
+from rl_core.storage.folder_removal import remove_folder
 from rl_core.storage.folders import seal_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import read_manifest
 from tasks.pipeline.result import content_digest
 from tasks.retention.graph import model_digest
 from tasks.retention.plan import make_plan
-from tasks.tracking import Tracking
+from tasks.tracking import Tracking, removal
+from tasks.tracking.removal import stored_runs
 
 SIZE = 1000  # bytes of every model file and checkpoint made here
 
@@ -287,6 +290,54 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     assert f"{pipeline.name} · 2026-01-04 10:00:00" not in left and f"{pipeline.name} · 2026-01-02 10:00:00" in left
     assert (kept / "weights").is_file() and not dropped.exists()
     assert collect(output, uri, keep=1).splitlines()[-1].startswith("would free 0 B")
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, monkeypatch):
+    from flows.cli import gc
+
+    runs = three_runs(pipeline)
+    pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
+    pipeline.version(pipeline.children(runs[3])["policy"])
+    model = pipeline.logged_model(pipeline.children(runs[3])["policy"])
+    artifacts = {}
+    for stored in stored_runs(pipeline.tracking.store, f"tags.pipeline = '{pipeline.name}'"):
+        folder = Path(pipeline.tracking.store.client.get_run(stored.run_id).info.artifact_uri.removeprefix("file://"))
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        artifacts[stored.run_id] = folder
+    gone = {runs[3], *pipeline.children(runs[3]).values()}
+    left = 0  # removals until the kill
+
+    def until_killed(call):
+        def counted(*arguments, **named):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return call(*arguments, **named)
+
+        return counted
+
+    for name in ("delete_traces", "delete_model_version", "delete_logged_model", "delete_run"):
+        monkeypatch.setattr(MlflowClient, name, until_killed(getattr(MlflowClient, name)))
+    for module in (removal, gc):
+        monkeypatch.setattr(module, "remove_folder", until_killed(remove_folder))
+    kills = 0
+    while True:
+        left = 1
+        try:
+            gc.collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
+            break
+        except Killed:
+            kills += 1
+    assert kills >= 5
+    assert {run_id for run_id, folder in artifacts.items() if not folder.exists()} == gone and not model.exists()
+    assert not (pipeline.home / "stages" / key("policy", "d")).exists()
+    assert gone.isdisjoint(row.run_id for row in pipeline.tracking.list_runs())
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
