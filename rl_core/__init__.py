@@ -94,6 +94,7 @@ if TYPE_CHECKING:
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
+        ReferenceSettings,
         RegexSettings,
         ReplaySettings,
         RewardModelSettings,
@@ -101,6 +102,9 @@ if TYPE_CHECKING:
         RollbackSettings,
         SamplingSettings,
         ServiceEngineSettings,
+        ServiceServerSettings,
+        ServiceSettings,
+        ServiceWorkerSettings,
         Settings,
         SFTSettings,
         TeacherSettings,
@@ -161,6 +165,7 @@ __all__ = [
     "PreferenceSettings",
     "Prompts",
     "RecordsError",
+    "ReferenceSettings",
     "ReplaySettings",
     "ModelError",
     "ResumeRefused",
@@ -179,6 +184,9 @@ __all__ = [
     "Settings",
     "ServiceEngineSettings",
     "ServiceError",
+    "ServiceServerSettings",
+    "ServiceSettings",
+    "ServiceWorkerSettings",
     "SettingsError",
     "StageTimeout",
     "Step",
@@ -260,8 +268,9 @@ _HOME = {
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
         "PolicySettings PreferenceSettings RegexSettings "
-        "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings "
-        "ServiceEngineSettings Settings "
+        "ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings "
+        "SamplingSettings "
+        "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",

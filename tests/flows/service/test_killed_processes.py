@@ -1,6 +1,7 @@
 """Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ from helpers import ROOT
 
 def crash(folder, *options):
     command = [sys.executable, "-m", "crash.service", "--output", str(folder), *options]
-    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / "service-crash.json").read_text())["summary"]
 

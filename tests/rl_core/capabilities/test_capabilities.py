@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +44,6 @@ from rl_core.capabilities import (
     packed_weights,
     plain_head,
     sequence_packing,
-    training,
     training_forward,
     trials,
 )
@@ -234,7 +235,8 @@ def test_autocast_is_left_to_transformers():
 
 def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):
     model = llama()
-    monkeypatch.setattr(training, "FSDPModule", type(model.model.layers[0]))
+    package = SimpleNamespace(FSDPModule=type(model.model.layers[0]))
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", package)
     assert training_forward(model).reason == "its weights are sharded layer by layer among processes"
 
 
