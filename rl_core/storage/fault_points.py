@@ -152,6 +152,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("gate.written", "the decision is written down"),
         ("approval.tagged", "the question is on the version, no alias is moved", "approval"),
         ("approval.asked", "the question is asked", "approval"),
+        ("approval.given", "the approval is on the version, the alias has not moved", "approval"),
         ("approval.settled", "the answer is on the version, the runs do not say so", "approval"),
         ("approval.noted", "they do, and so does the run's record", "approval"),
         ("hand.tagged", "the version says that it is promoted by hand, no alias is moved", "by hand"),

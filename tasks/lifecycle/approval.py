@@ -9,6 +9,7 @@ not.
     approval.champion   version that the challenger was compared with; none = there was no champion
     approval.asked, .deadline, .when     UTC, to the second
     approval.by, .note  who answered, and why
+    approval.given      an approval that is being applied; whoever finds it while the state is "waiting" applies it
     approval.run, .run_id, .stage_run_id, .flow_run_id, .prefect_api    where the question comes from
 """
 
@@ -58,6 +59,7 @@ class ApprovalRequest:
     by: str = ""
     when: str = ""
     note: str = ""
+    given: str = ""  # "approved" from the moment at which the approval is on the version
 
     @property
     def is_waiting(self) -> bool:
@@ -115,6 +117,7 @@ def read(version: ModelVersion) -> ApprovalRequest | None:
         deadline=_seconds(tags.get("deadline", "")),
         asked=tags.get("asked", ""),
         reason=version.tags.get("gate.reason", ""),
+        given=tags.get("given", ""),
         **plain,
     )
 
@@ -131,14 +134,14 @@ def requests(tracking: Tracking) -> list[ApprovalRequest]:
 
 def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
     """Write a request into the version's tags, in place of an earlier one."""
-    request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
+    request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="", given="")
     tags = {
         "approval.request": request.key,
         "approval.champion": "none" if request.champion is None else str(request.champion),
         "approval.asked": request.asked,
         "approval.deadline": request.until,
         **{f"approval.{key}": getattr(request, key) for key in _TEXTS[:5]},
-        **{f"approval.{key}": "" for key in _TEXTS[5:]},
+        **{f"approval.{key}": "" for key in (*_TEXTS[5:], "given")},
         "gate.decision": "awaiting approval",
         "approval.state": WAITING,  # last: one that was killed before has not asked
     }
@@ -171,6 +174,11 @@ def answer(
         now = asked(tracking, request)
         if not now.is_waiting:
             raise SettingsError(f"nothing to decide any more: {now.outcome}")
+        if now.given:  # by a process that was killed before it was applied
+            done = _apply(tracking, now)
+            if approve:
+                return done
+            raise SettingsError(f"nothing to decide any more: {done.outcome}")
         if time.time() > now.deadline and not in_time:
             late = _settle(tracking, now, TIMED_OUT, "the clock", "")
             raise SettingsError(
@@ -179,29 +187,38 @@ def answer(
             )
         if not approve:
             return _settle(tracking, now, REJECTED, by, note)
-        if not tracking.replace_champion(now.name, now.version, now.champion):
-            champion = tracking.champion(now.name)
-            what = f"version {champion.version} is" if champion else "no version is"
-            before = f"version {now.champion}" if now.champion else "none"
-            why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
-            return _settle(tracking, now, SUPERSEDED, by, why)
-        done = _settle(tracking, now, APPROVED, by, note)
-        version = tracking.registry.version(now.name, now.version)
-        tags = {key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))}
-        if (journal := tracking.journal_move(version, "champion", tags)) is not None:
-            tracking.replay(journal)
-        return done
+        given = {"approval.by": by, "approval.note": note, "approval.given": APPROVED}
+        tracking.tag_version(now.name, now.version, given)
+        fault("approval.given")
+        return _apply(tracking, replace(now, by=by, note=note, given=APPROVED))
+
+
+def _apply(tracking: Tracking, now: ApprovalRequest) -> ApprovalRequest:
+    """Apply an approval that is on the version: move the alias, then say so."""
+    if not tracking.replace_champion(now.name, now.version, now.champion):
+        champion = tracking.champion(now.name)
+        what = f"version {champion.version} is" if champion else "no version is"
+        before = f"version {now.champion}" if now.champion else "none"
+        why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
+        return _settle(tracking, now, SUPERSEDED, now.by, why)
+    done = _settle(tracking, now, APPROVED, now.by, now.note)
+    version = tracking.registry.version(now.name, now.version)
+    tags = {key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))}
+    if (journal := tracking.journal_move(version, "champion", tags)) is not None:
+        tracking.replay(journal)
+    return done
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
-    """Reject requests whose deadline has passed; returns them."""
-    late = [read(version) for version in tracking.versions(name)]
+    """Reject requests whose deadline has passed, and apply approvals that a kill cut off; returns both."""
     found = []
-    for request in late:
-        if request is not None and request.is_waiting and time.time() > request.deadline:
-            with _deciding(tracking.output, name):
-                if (now := asked(tracking, request)).is_waiting:
-                    found.append(_settle(tracking, now, TIMED_OUT, "the clock", ""))
+    for version in tracking.versions(name):
+        request = read(version)
+        if request is None or not request.is_waiting or not (request.given or time.time() > request.deadline):
+            continue
+        with _deciding(tracking.output, name):
+            if (now := asked(tracking, request)).is_waiting:
+                found.append(_apply(tracking, now) if now.given else _settle(tracking, now, TIMED_OUT, "the clock", ""))
     return found
 
 

@@ -126,6 +126,9 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
             raise Stopped(
                 f"stopped within an iteration ({given_up}); the same command resumes", given_up.signum
             ) from None
+        except Stopped as late:
+            _kill(agent, folder)
+            raise _stopped_by_itself(folder) or late from None
         finally:
             _kill(agent, folder)
             events.forward(context.tracker)
@@ -265,6 +268,12 @@ def _result(folder: Path, status: int) -> dict[str, Any]:
         raise WorkerFailed(f"torchrun ended with status {status} and no result{_output(folder)}")
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
+
+
+def _stopped_by_itself(folder: Path) -> PosttrainError | None:
+    """The stop that a worker reported although it was too slow to end: it says what is saved; None = no report."""
+    errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
+    return next((_rebuilt(error) for error in errors if error["ours"] and error["type"] == Stopped.__name__), None)
 
 
 def _rank_of_error(error: dict[str, Any]) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ def train(context):
     step = trainer.step
 
     def slowly():
-        time.sleep(0.4)  # metrics and the stop request each wait for a poll of the launching process
+        time.sleep(0.1)
         return step()
 
     trainer.step = slowly

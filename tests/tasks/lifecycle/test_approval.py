@@ -296,14 +296,65 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
     assert promote._asked(pipeline_run, plain, 1) is plain
 
 
-def test_an_answer_that_was_killed_behind_the_alias_is_given_again(tracking, model):
-    request = asking(tracking, model)
-    faults.configure("alias.moved:1:raise")
+KILLED = ["approval.given", "alias.timed", "alias.moved"]
+
+
+def killed_at(point, tracking, request):
+    """An approval whose process ends at a fault point."""
+    faults.configure(f"{point}:1:raise")
     try:
-        with pytest.raises(BackendError):
-            answer(tracking, request, approve=True, by="ada")
+        with pytest.raises((BackendError, faults.InjectedFault)):
+            answer(tracking, request, approve=True, by="ada", note="fine")
     finally:
         faults.configure(None)
-    assert tracking.champion(model).version == 2 and tags(tracking, model)["approval.state"] == "waiting"
-    assert answer(tracking, request, approve=True, by="ada").state == "approved"
-    assert tracking.versions(model)[1].aliases == ("champion",)  # challenger no more
+    assert asked(tracking, request).is_waiting
+
+
+def approved(tracking, name):
+    """Whether the version is champion and says who approved it."""
+    found = tags(tracking, name)
+    assert tracking.versions(name)[1].aliases == ("champion",)  # challenger no more
+    return (found["approval.state"], found["approval.by"], found["approval.note"]) == ("approved", "ada", "fine")
+
+
+@pytest.mark.parametrize("point", KILLED)
+def test_an_approval_that_was_killed_is_applied_by_the_next_who_approves(tracking, model, point):
+    request = asking(tracking, model)
+    killed_at(point, tracking, request)
+    assert answer(tracking, request, approve=True, by="bob").by == "ada"
+    assert approved(tracking, model)
+
+
+@pytest.mark.parametrize("point", KILLED)
+def test_nobody_can_reject_what_was_approved_before_a_kill(tracking, model, point):
+    request = asking(tracking, model)
+    killed_at(point, tracking, request)
+    with pytest.raises(SettingsError, match=r"nothing to decide any more.*approved by ada"):
+        answer(tracking, request, approve=False, by="bob")
+    assert approved(tracking, model)
+
+
+@pytest.mark.parametrize("seconds", [60.0, -5.0])
+def test_the_clock_applies_an_approval_that_was_killed(tracking, model, monkeypatch, seconds):
+    """Also behind the deadline: it was given in time, and the alias may have moved."""
+    request = asking(tracking, model)
+    killed_at("alias.moved", tracking, request)
+    late = request.deadline - seconds
+    monkeypatch.setattr(approval.time, "time", lambda: late)
+    assert [found.state for found in expire(tracking, model)] == ["approved"]
+    assert approved(tracking, model) and expire(tracking, model) == []
+
+
+def test_an_approval_that_was_killed_does_not_overtake_another_champion(tracking, model):
+    request = asking(tracking, model)
+    killed_at("approval.given", tracking, request)
+    tracking.set_champion(model, 3)
+    assert [found.state for found in expire(tracking, model)] == ["superseded"]
+    assert tracking.champion(model).version == 3
+
+
+def test_asking_again_forgets_an_approval_that_was_killed(tracking, model):
+    request = asking(tracking, model)
+    killed_at("approval.given", tracking, request)
+    again = asking(tracking, model)
+    assert again.given == "" and not tags(tracking, model)["approval.given"] and expire(tracking, model) == []

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
 from tasks.pipeline.key import stage_key
 from tasks.processes.child_processes import wait_until_gone
-from tasks.processes.launch import _result, recover_events, run_in_workers, torchrun_command
+from tasks.processes.launch import _result, _stopped_by_itself, recover_events, run_in_workers, torchrun_command
 from tasks.processes.rank_zero_events import EventLogHandler, Events, EventTracker
 
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
@@ -139,6 +140,15 @@ def test_a_stop_comes_back_with_its_signal(tmp_path):
     assert caught.value.signum == 15
 
 
+def test_a_stop_that_took_too_long_to_end_says_what_is_saved(tmp_path):
+    assert _stopped_by_itself(tmp_path) is None
+    write_error(tmp_path, 1, "SettingsError", 1.0)
+    assert _stopped_by_itself(tmp_path) is None
+    write_error(tmp_path, 0, "Stopped", 2.0, message="stopped after iteration 7; saved", signum=15)
+    stopped = _stopped_by_itself(tmp_path)
+    assert (type(stopped), str(stopped), stopped.signum) == (Stopped, "stopped after iteration 7; saved", 15)
+
+
 def test_a_killed_process_is_named(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps({"0": -15, "1": -9}))
     write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")
@@ -248,8 +258,10 @@ def test_killed_stopped_and_finished(tmp_path, monkeypatch):
     children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=300)
-    assert b"Stopped: stopped after iteration" in said
-    assert b"saved, the same command resumes" in said
+    # a machine that is slow or busy gives the iteration up, so that the stage ends in time
+    assert re.search(
+        rb"Stopped: stopped (after iteration \d+; saved, |within an iteration; )the same command resumes", said
+    )
     assert wait_until_gone(children, 0.0) == []
     assert steps_in(metrics) < 16
     process = started(folder, metrics, 16)
