@@ -22,7 +22,7 @@ from flows.service.commands import (
     UnloadModel,
     WeightsSaved,
 )
-from flows.service.store import Answer, ServiceStore, StoredRequest
+from flows.service.store import Answer, StoredRequest
 from flows.service.store.records import line_of
 from flows.service.store.work import RequestOutcome
 from flows.service.wire.decoding import decode
@@ -31,13 +31,12 @@ from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import Round
 from flows.service.worker.run_metrics import RunMetrics
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk, model_facts
+from flows.service.worker.weights_on_disk import model_facts
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, ServiceError
 from rl_core.memory import first_line
 from rl_core.service.answers import ForwardBackwardResult
-from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
-from rl_core.service.training_engine import TrainingEngine
+from rl_core.service.requests import CreateModel, OptimStep
 from rl_core.storage.faults import fault
 
 __all__ = ["Computing"]
@@ -52,17 +51,8 @@ MOST_DEATHS = 24
 class Computing:
     """Engine, runs and samplers in memory, and the store that gets the answers."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        store: ServiceStore,
-        folder: ServiceFolder,
-        weights: WeightsOnDisk,
-        runs: LiveRuns,
-        samplers: LiveSamplers,
-        metrics: RunMetrics,
-    ) -> None:
-        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
+    def __init__(self, parts: WorkerParts, runs: LiveRuns, samplers: LiveSamplers, metrics: RunMetrics) -> None:
+        self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
         self._runs, self._samplers, self._metrics = runs, samplers, metrics
         self._tries: dict[str, int] = {}  # of requests that met a refusal
 
@@ -159,38 +149,27 @@ class Computing:
 
     def _passes(self, requests: Sequence[StoredRequest]) -> None:
         """Forward and backward passes of several runs."""
-        runs = {request.target for request in requests}
-
-        def ready(request: StoredRequest) -> Any:
-            command = self._decoded(request)
-            self._runs.need(request.target, runs)
-            return command
-
-        self._together(requests, ready, self._engine.forward_backward)
+        self._together(requests, self._runs.need, self._engine.forward_backward)
 
     def _samples(self, requests: Sequence[StoredRequest]) -> None:
         """Samples of several samplers."""
-        samplers = {request.target for request in requests}
-
-        def ready(request: StoredRequest) -> Any:
-            command = self._decoded(request)
-            self._samplers.need(request.target, samplers)
-            return command
-
-        self._together(requests, ready, self._engine.sample)
+        self._together(requests, self._samplers.need, self._engine.sample)
 
     def _together(
         self,
         requests: Sequence[StoredRequest],
-        ready: Callable[[StoredRequest], Any],
+        need: Callable[[str, set[str]], None],
         compute: Callable[[list[Any]], Sequence[Any]],
     ) -> None:
-        """Give what is valid to the engine in one call."""
+        """Give what is valid to the engine in one call. `need`: has a target in memory, the others stay there."""
+        targets = {request.target for request in requests}
         outcomes: dict[str, RequestOutcome] = {}
-        given: list[tuple[StoredRequest, ForwardBackward | SampleRequest]] = []
+        given: list[tuple[StoredRequest, Any]] = []
         for request in requests:
             try:
-                given.append((request, ready(request)))
+                command: Any = self._decoded(request)
+                need(request.target, targets)
+                given.append((request, command))
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         begun = time.perf_counter()
