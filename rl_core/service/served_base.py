@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from rl_core.capabilities import independent_rows, plain_head
+from rl_core.cpu import gemm
 from rl_core.errors import ModelError, ServiceError
 from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
@@ -55,6 +56,11 @@ class ServedBase:
     def batches_runs(self) -> bool:
         """True = rows of several training runs share a pass."""
         return self._batching == "always" or (self._batching == "exact" and self._independence.allowed)
+
+    def products(self) -> AbstractContextManager[None]:
+        """Within: matrix products of passes that several runs may share, also for a run that is alone in its pass."""
+        is_exact = self.batches_runs and self._independence.allowed
+        return gemm.row_by_row() if is_exact else nullcontext()
 
     @property
     def info(self) -> BaseInfo:

@@ -106,6 +106,16 @@ class TrainingEngine:
         check_adam(request.adam, request.muon_momentum)
         return OptimStepResult(metrics=guarded_step(run, request))
 
+    def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
+        """Answers in order, to one update of each of several runs."""
+        answers: list[OptimStepResult | ServiceError] = []
+        for request in requests:
+            try:
+                answers.append(self.optim_step(request))
+            except Exception as error:
+                answers.append(_failure(error))
+        return answers
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     def state_dict(self, model_id: str) -> dict[str, Any]:
