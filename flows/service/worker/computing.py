@@ -35,8 +35,8 @@ from flows.service.worker.weights_on_disk import model_facts
 from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, ServiceError
 from rl_core.memory import first_line
-from rl_core.service.answers import ForwardBackwardResult
-from rl_core.service.requests import CreateModel, OptimStep
+from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
+from rl_core.service.requests import CreateModel
 from rl_core.storage.faults import fault
 
 __all__ = ["Computing"]
@@ -63,9 +63,13 @@ class Computing:
             if is_stopping():
                 return number
             for request in self._store.claim([request_id]):
-                self._single(request)
+                if request.kind == "optim_step":  # one that is suspected of ending workers
+                    self._updates([request])
+                else:
+                    self._single(request)
                 number += 1
-        for ids, step in ((chosen.passes, self._passes), (chosen.samples, self._samples)):
+        groups = (chosen.updates, self._updates), (chosen.passes, self._passes), (chosen.samples, self._samples)
+        for ids, step in groups:
             if ids and not is_stopping():
                 place = {request_id: index for index, request_id in enumerate(ids)}
                 requests = sorted(self._store.claim(ids), key=lambda request: place[request.request_id])
@@ -110,12 +114,6 @@ class Computing:
         if isinstance(command, LoadWeights):
             return self._loaded(command, request)
         self._runs.need(request.target)
-        if isinstance(command, OptimStep):
-            begun = time.perf_counter()
-            stepped = self._engine.optim_step(command)
-            steps = self._engine.model_info(request.target).steps
-            self._metrics.stepped(request.target, stepped.metrics, steps, time.perf_counter() - begun)
-            return self._answered(request, stepped, run={"steps": steps})
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish(command, request)
             answer = SamplerOpened(sampler_id=command.sampler_id)
@@ -147,21 +145,46 @@ class Computing:
 
     # -- together ------------------------------------------------------------------------------------------------------
 
+    def _updates(self, requests: Sequence[StoredRequest]) -> None:
+        """Updates of several runs, one of each."""
+
+        def outcome(request: StoredRequest, answer: OptimStepResult, seconds: float) -> RequestOutcome:
+            steps = self._engine.model_info(request.target).steps
+            self._metrics.stepped(request.target, answer.metrics, steps, seconds / len(requests))
+            return self._answered(request, answer, run={"steps": steps})
+
+        self._together(requests, self._runs.need, self._engine.optim_steps, outcome)
+
     def _passes(self, requests: Sequence[StoredRequest]) -> None:
         """Forward and backward passes of several runs."""
-        self._together(requests, self._runs.need, self._engine.forward_backward)
+
+        def outcome(request: StoredRequest, answer: ForwardBackwardResult, seconds: float) -> RequestOutcome:
+            self._metrics.passed(request.target, answer.metrics, seconds)
+            return self._answered(request, answer)
+
+        self._together(requests, self._runs.need, self._engine.forward_backward, outcome)
 
     def _samples(self, requests: Sequence[StoredRequest]) -> None:
         """Samples of several samplers."""
-        self._together(requests, self._samplers.need, self._engine.sample)
+
+        def outcome(request: StoredRequest, answer: Result, seconds: float) -> RequestOutcome:
+            return self._answered(request, answer)
+
+        self._together(requests, self._samplers.need, self._engine.sample, outcome)
 
     def _together(
         self,
         requests: Sequence[StoredRequest],
         need: Callable[[str, set[str]], None],
         compute: Callable[[list[Any]], Sequence[Any]],
+        outcome: Callable[[StoredRequest, Any, float], RequestOutcome],
     ) -> None:
-        """Give what is valid to the engine in one call. `need`: has a target in memory, the others stay there."""
+        """Give what is valid to the engine in one call, and store all answers in one transaction.
+
+        Args:
+            need: has a target in memory, while the others stay there.
+            outcome: of a request, its answer, and the seconds of the call.
+        """
         targets = {request.target for request in requests}
         outcomes: dict[str, RequestOutcome] = {}
         given: list[tuple[StoredRequest, Any]] = []
@@ -182,9 +205,7 @@ class Computing:
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                outcomes[request.request_id] = self._answered(request, answer)
-                if isinstance(answer, ForwardBackwardResult):
-                    self._metrics.passed(request.target, answer.metrics, seconds)
+                outcomes[request.request_id] = outcome(request, answer, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         self._finish([(request, outcomes[request.request_id]) for request in requests])
