@@ -28,10 +28,16 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveWeights:
-    """Save a run: with optimizer (`weights`), or as a Hugging Face or peft folder (`external_weights`)."""
+class _OfRun:
+    """A training run."""
 
     model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeights(_OfRun):
+    """Save a run: with optimizer (`weights`), or as a Hugging Face or peft folder (`external_weights`)."""
+
     path: str  # where it will be
     overwrite: bool = False
     ttl_seconds: float | None = None
@@ -39,10 +45,9 @@ class SaveWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveForSampler:
+class SaveForSampler(_OfRun):
     """Save weights to sample from: under a path, or for one new sampler."""
 
-    model_id: str
     path: str | None = None  # given: a named save
     sampler_id: str | None = None  # given: the sampler that is made of it
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -50,10 +55,9 @@ class SaveForSampler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadWeights:
+class LoadWeights(_OfRun):
     """Load saved weights into a run, which is made where it does not exist."""
 
-    model_id: str
     path: str
     optimizer: bool
 
@@ -67,18 +71,12 @@ class OpenSampler:
     path: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnloadModel:
+class UnloadModel(_OfRun):
     """End a run; what was saved of it stays."""
 
-    model_id: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMade:
+class ModelMade(_OfRun):
     """A new run."""
-
-    model_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +87,9 @@ class WeightsSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsLoaded:
+class WeightsLoaded(_OfRun):
     """A run that now has the weights of a path."""
 
-    model_id: str
     path: str
 
 
@@ -103,11 +100,8 @@ class SamplerOpened:
     sampler_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelUnloaded:
+class ModelUnloaded(_OfRun):
     """A run that is over."""
-
-    model_id: str
 
 
 Command = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.capabilities.decision import Decision
-from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights
+from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights, slot_adapters
 from rl_core.capabilities.positions import positions
 from rl_core.capabilities.training import independent_rows, training_forward
 from rl_core.capabilities.trials import packs_into_one_row, plain_head, router_logits, sequence_packing
@@ -32,6 +32,7 @@ __all__ = [
     "positions",
     "router_logits",
     "sequence_packing",
+    "slot_adapters",
     "training_forward",
 ]
 

@@ -21,7 +21,7 @@ from rl_core.capabilities.decision import (
 )
 from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
 
-__all__ = ["compiled_decoding", "decoder", "fused_step", "keeps_cache", "packed_weights"]
+__all__ = ["compiled_decoding", "decoder", "fused_step", "keeps_cache", "packed_weights", "slot_adapters"]
 
 PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -146,6 +146,16 @@ def _fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
     activations = {type(layer.mlp.act_fn).__name__ for layer in unwrapped(model).model.layers}
     if not activations <= set(_SILU):
         yield f"its activation is {', '.join(sorted(activations))}; compiled code computes silu"
+
+
+def slot_adapters(model: Any, device: str | None = None) -> Decision:
+    """Permission to decode sequences with different low-rank adapters beside each other, to the bits of each alone."""
+    return decide(
+        "adapters by slot",
+        _needs(fused_step(model, device)),
+        "a decoding step adds every sequence's own adapter, row by row",
+        "adapters are merged into the weights, one sampler after the other",
+    )
 
 
 def _needs(other: Decision) -> Iterator[str]:

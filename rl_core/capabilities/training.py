@@ -67,7 +67,8 @@ def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
 def independent_rows(model: Any, device: str | None = None) -> Decision:
     """Guarantee that a row's states and gradients are the same bits whatever rows are computed beside it.
 
-    Compiled code of this project keeps it; kernels of torch and MKL choose their order of sums by the size of a batch.
+    Compiled code of this project keeps it, on an Intel processor within `gemm.row_by_row`; kernels of torch and MKL
+    choose their order of sums by the size of a batch.
     """
     return decide(
         "independent rows",
@@ -80,13 +81,13 @@ def independent_rows(model: Any, device: str | None = None) -> Decision:
 def _independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if not (decision := training_forward(trunk, device)).allowed:
         yield f"its training passes are transformers' own: {decision.reason}"
-    if gemm.load() is None or norm_and_gate.load() is None or attention_kernel.load() is None:
-        yield "matrix products are not this project's compiled code here (no C compiler, or an Intel processor's MKL)"
+    with gemm.row_by_row():
+        products = gemm.load()
+    if products is None or norm_and_gate.load() is None or attention_kernel.load() is None:
+        yield "matrix products are not this project's compiled code here (no C compiler, or vectors of few numbers)"
     config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim
     if not attention_kernel.AttentionKernel.suits(head_dim):
         yield f"heads of {head_dim} dimensions are attended to by torch's kernel"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % norm_and_gate.WIDTH:
             yield f"{name} {getattr(config, name)} is no multiple of {norm_and_gate.WIDTH}"
-    if hasattr(trunk.layers[0].self_attn, "q_norm"):
-        yield "norms of single heads are torch's kernels"

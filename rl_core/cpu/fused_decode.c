@@ -3,6 +3,9 @@
  * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
  * vocabulary. Norms' weights are multiplied into the packed weights after them.
  *
+ * Slots may have low-rank adapters of their own, whose products are added row by row: a slot's numbers do not depend on
+ * the adapters of others.
+ *
  * One parallel region for all of it: waiting between regions costs more than small steps take. Threads share out rows,
  * and each takes its own through several steps by itself, so that beside other programs none waits for another; where
  * rows are few, or reading the weights takes longest, they share out each product's columns, and meet after it.
@@ -12,6 +15,15 @@
 #include <string.h>
 
 #include "decode_ops.h"
+#include "vectors.h"
+
+/* An adapter's update of one product, R rows in all: out[begin .. end) += (x . down) up for each row. */
+typedef struct {
+    int64_t rows;
+    const float *down;         /* [R, inputs], norms' weights multiplied in */
+    const float *up;           /* of every row end - begin numbers, one after the other; scale multiplied in */
+    const int64_t *columns;    /* [R, 2]: begin and end among the outputs */
+} LowRank;
 
 typedef struct {
     const int8_t *heads, *out, *gate_up, *down;
@@ -31,6 +43,8 @@ typedef struct {
     ProductPart *product;
     int64_t copies;    /* bytes that it needs for a member */
     int64_t least_own; /* rows that a thread takes through a step by itself, at least */
+    const LowRank *adapters;   /* [adapters, 4 layers + 1]: heads, out, gate_up, down of each layer, then the head */
+    const int64_t *adapter_of; /* [slots], below 0 = none; NULL = no slot has one */
 } DecodeModel;
 
 /* The state of `count` sequences that are sampled from, [slots] each. */
@@ -49,6 +63,28 @@ typedef struct {
 static inline void add_bias(const float *bias, int64_t columns, int64_t first, int64_t end, int is_first, float *out) {
     for (int64_t row = first; bias && row < end; row++)
         for (int64_t i = 0; i < columns; i++) out[row * columns + i] = (is_first ? 0.0f : out[row * columns + i]) + bias[i];
+}
+
+/* Add the adapters' updates of product `place` to rows first .. end of `out`. */
+static void adapt(const DecodeModel *m, const Step *s, int64_t place, const float *x, int64_t inputs, float *out,
+                  int64_t outputs, int64_t first, int64_t end) {
+    int64_t even = inputs - inputs % W;
+    for (int64_t n = first; m->adapter_of && n < end; n++) {
+        int64_t number = m->adapter_of[s->slots[n]];
+        if (number < 0) continue;
+        const LowRank *a = m->adapters + number * (4 * m->layers + 1) + place;
+        const float *from = x + n * inputs, *down = a->down, *up = a->up;
+        for (int64_t r = 0; r < a->rows; r++, down += inputs) {
+            vf sums = {0};
+            for (int64_t i = 0; i < even; i += W) sums += load(from + i) * load(down + i);
+            float low = total(sums);
+            for (int64_t i = even; i < inputs; i++) low += from[i] * down[i];
+            float *to = out + n * outputs + a->columns[2 * r];
+            int64_t width = a->columns[2 * r + 1] - a->columns[2 * r];
+            for (int64_t i = 0; i < width; i++) to[i] += low * up[i];
+            up += width;
+        }
+    }
 }
 
 static int64_t numbers_of_row(const DecodeModel *m, const Step *s) {
@@ -72,6 +108,7 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
         meet(who);
         MULTIPLY(normal, H, l->heads, heads, E, l->heads_bias != NULL);
         meet(who);
+        adapt(m, s, 4 * number, normal, H, heads, E, first, end);
         if (number + 1 == m->layers) { /* in the end only the newest tokens matter */
             rows = count, first = share_of(rows, who->number, who), end = share_of(rows, who->number + 1, who);
         }
@@ -82,21 +119,28 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
         meet(who);
         MULTIPLY(attended, QD, l->out, x, H, 1);
         meet(who);
+        adapt(m, s, 4 * number + 1, attended, QD, x, H, first, end);
         normed(x + first * H, end - first, H, l->mlp_eps, normal + first * H);
         add_bias(l->gate_up_bias, 2 * I, first, end, 1, both);
         meet(who);
         MULTIPLY(normal, H, l->gate_up, both, 2 * I, l->gate_up_bias != NULL);
         meet(who);
+        adapt(m, s, 4 * number + 2, normal, H, both, 2 * I, first, end);
         gated_forward(both + first * 2 * I, end - first, I, active + first * I, 1);
         add_bias(l->down_bias, H, first, end, 0, x);
         meet(who);
         MULTIPLY(active, I, l->down, x, H, 1);
         meet(who);
+        adapt(m, s, 4 * number + 3, active, I, x, H, first, end);
     }
     normed(x + first * H, end - first, H, m->head_eps, normal + first * H);
     add_bias(m->head_bias, m->V, first, end, 1, logits);
     meet(who);
     MULTIPLY(normal, H, m->head, logits, m->V, m->head_bias != NULL);
+    if (m->adapter_of) {
+        meet(who);
+        adapt(m, s, 4 * m->layers, normal, H, logits, m->V, first, end);
+    }
 #undef MULTIPLY
 }
 

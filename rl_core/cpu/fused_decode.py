@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +17,10 @@ import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.int8_gemm import PackedMatrix
+from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.cpu.packed_vectors import PackedVectors
 
-__all__ = ["DecodeKernels", "Packed", "PackedWeights", "DecodeStep", "FusedStep", "SlotStates", "load"]
+__all__ = ["DecodeKernels", "DecodeStep", "FusedStep", "Packed", "PackedWeights", "SlotAdapters", "SlotStates", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
 CACHED_BYTES = 24 * 2**20  # weights up to this size stay in a cache that the threads share
@@ -90,7 +92,12 @@ class _Model(ctypes.Structure):
         ("head_eps", ctypes.c_float),
         ("product", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("copies", "least_own")),
+        *((name, ctypes.c_void_p) for name in ("adapters", "adapter_of")),
     ]
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = [("rows", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("down", "up", "columns"))]
 
 
 class _Sampling(ctypes.Structure):
@@ -130,6 +137,29 @@ class SlotStates:
     uniforms: np.ndarray  # float64 [slots, most]: number `sampled` decides the next token
     chosen: np.ndarray  # int64 [slots, most], tokens of this turn
     logprobs: np.ndarray  # float64 [slots, most], theirs
+
+
+class SlotAdapters:
+    """Low-rank adapters of the slots of a `FusedStep`: tables that the compiled code reads."""
+
+    def __init__(self, adapters: Sequence[Sequence[AdapterSpan | None]], adapter_of: np.ndarray) -> None:
+        """
+        Args:
+            adapters: of each, the updates of all products: heads, out, gate_up and down of every layer, then the head.
+            adapter_of: int64 [slots], number of a slot's adapter, below 0 = none; it may be changed in place.
+        """
+        self.adapter_of = adapter_of
+        self.table = (_LowRank * max(1, sum(map(len, adapters))))()
+        self._kept: list[torch.Tensor] = []
+        for fields, span in zip(self.table, itertools.chain(*adapters), strict=False):
+            if span is None:
+                continue
+            ups = [(up_OR * span.scale).t().reshape(-1) for up_OR in span.ups]  # row by row
+            columns = [pair for pair, rank in zip(span.columns, span.ranks, strict=True) for _ in range(rank)]
+            parts = torch.cat(list(span.downs)).contiguous(), torch.cat(ups), torch.tensor(columns)
+            self._kept += parts
+            fields.rows = len(columns)
+            fields.down, fields.up, fields.columns = (part.data_ptr() for part in parts)
 
 
 class FusedStep:
@@ -176,6 +206,12 @@ class FusedStep:
             least_own=LEAST_OWN_ROWS if size + packed.size <= CACHED_BYTES else 2**62,
         )  # fmt: skip
         self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
+
+    def adapt(self, adapters: SlotAdapters | None) -> None:
+        """Adapters of the slots from now on; None = no slot has one."""
+        self._adapters = adapters
+        self._model.adapters = None if adapters is None else ctypes.addressof(adapters.table)
+        self._model.adapter_of = None if adapters is None else adapters.adapter_of.ctypes.data
 
     def __call__(self, step: DecodeStep, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""

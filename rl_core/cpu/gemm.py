@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +18,10 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["Gemm", "Operand", "Product", "load", "load_tiles", "load_vectors"]
+__all__ = ["Gemm", "Operand", "Product", "load", "load_tiles", "load_vectors", "row_by_row"]
+
+
+_row_by_row: ContextVar[bool] = ContextVar("row_by_row", default=False)
 
 
 class _Part(ctypes.Structure):
@@ -170,11 +175,23 @@ def load_vectors() -> Gemm | None:
     return Gemm(code, "vector_product", "vector_gemm_room") if code is not None and code.vectors_ready() else None
 
 
-@functools.cache
+@contextmanager
+def row_by_row() -> Iterator[None]:
+    """Within: products whose rows are the same bits whatever stands beside them, also where torch's are faster.
+
+    It holds for the thread that enters, and for backward passes that it runs on a CPU.
+    """
+    token = _row_by_row.set(True)
+    try:
+        yield
+    finally:
+        _row_by_row.reset(token)
+
+
 def load() -> Gemm | None:
     """The fastest products for this processor; None = torch's.
 
-    torch's come from MKL, whose kernels for Intel's processors are at least as fast as ours by vectors; for others' it
-    has slower ones.
+    torch's come from MKL, whose kernels for Intel's processors are at least as fast as ours by vectors, but add up in
+    an order that depends on the number of rows (see `row_by_row`); for others' it has slower ones.
     """
-    return load_tiles() or (None if build.is_intel() else load_vectors())
+    return load_tiles() or (load_vectors() if _row_by_row.get() or not build.is_intel() else None)

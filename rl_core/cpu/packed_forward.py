@@ -103,5 +103,10 @@ def _heads(attention: Any, normed_NH: torch.Tensor) -> tuple[torch.Tensor, int]:
     kv_heads = heads_NhD.shape[1] // (groups + 2)
     if hasattr(attention, "q_norm"):
         q_NhD, k_NhD, v_NhD = heads_NhD.split([groups * kv_heads, kv_heads, kv_heads], dim=1)
-        heads_NhD = torch.cat([norm(q_NhD, attention.q_norm), norm(k_NhD, attention.k_norm), v_NhD], dim=1)
+        heads_NhD = torch.cat([_of_heads(q_NhD, attention.q_norm), _of_heads(k_NhD, attention.k_norm), v_NhD], dim=1)
     return heads_NhD, kv_heads
+
+
+def _of_heads(x_NhD: torch.Tensor, module: Any) -> torch.Tensor:
+    """The norm of every head by itself."""
+    return norm(x_NhD.flatten(0, 1), module).view(x_NhD.shape)

@@ -10,7 +10,8 @@ Q query heads, K key/value heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,32 @@ from torch.nn import functional
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotStates
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
+from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
-from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
+from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedLinear, PackedOutputHead
 from rl_core.inference.sampling import draw
 from rl_core.models.lora import plain_linear, unwrap
+from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Decoder", "AppendedTokens"]
+
+_HEAD = "lm_head"
+
+
+def _names_of(layer: int) -> list[tuple[str, ...]]:
+    """Linear layers of a layer's four products."""
+    attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+    return [
+        tuple(f"{attention}.{name}_proj" for name in "qkv"),
+        (f"{attention}.o_proj",),
+        (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        (f"{mlp}.down_proj",),
+    ]
 
 
 @dataclass(slots=True)
@@ -79,7 +95,49 @@ class Decoder:
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self._fused: FusedStep | None = None
+        self._products: list[PackedLinear] = []
+        self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True = slots may have adapters of their own (see `adapt`)."""
+        return isinstance(self._head, PackedOutputHead) and decoding.fused_step(self._base).allowed
+
+    def adapt(self, adapters: Sequence[Adapter], adapter_of: np.ndarray) -> None:
+        """Give slots adapters over the bound weights, until the next `bind`; after `reserve`.
+
+        Args:
+            adapters: by the names of the model's linear layers.
+            adapter_of: int64 [slots], number of a slot's adapter, below 0 = none; the caller changes it in place.
+        """
+        assert self._fused is not None and isinstance(self._head, PackedOutputHead)
+        layers = [layer for layer in self._layers if isinstance(layer, PackedLayer)]
+        self._products = [product for layer in layers for product in layer.products] + [self._head.product]
+        names = [part for number in range(len(layers)) for part in _names_of(number)] + [(_HEAD,)]
+        assert all(set(adapter) <= {name for part in names for name in part} for adapter in adapters)
+        self._updates = [
+            [
+                product.update_of([adapter.get(name) for name in part])
+                for product, part in zip(self._products, names, strict=True)
+            ]
+            for adapter in adapters
+        ]
+        self._fused.adapt(SlotAdapters(self._updates, adapter_of))
+
+    @contextmanager
+    def _prefilling(self, adapter: int) -> Iterator[None]:
+        """Products with an adapter for all rows; below 0 = none."""
+        if adapter < 0:
+            yield
+            return
+        try:
+            for product, update in zip(self._products, self._updates[adapter], strict=True):
+                product.adapter = update
+            yield
+        finally:
+            for product in self._products:
+                product.adapter = None
 
     @torch.inference_mode()
     def reserve(self, slots: int, max_length: int) -> None:
@@ -137,8 +195,16 @@ class Decoder:
         return FusedStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
 
     @torch.inference_mode()
-    def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
-        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read."""
+    def prefill(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
+        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read.
+
+        Args:
+            adapter: number of the prompts' adapter (see `adapt`), below 0 = none.
+        """
+        with self._prefilling(adapter):
+            return self._prefilled(ids_MT)
+
+    def _prefilled(self, ids_MT: torch.Tensor) -> torch.Tensor:
         rows, width = ids_MT.shape
         kv = self._embedding.new_empty(len(self._layers), 2, rows, self.kv_heads, width, self.head_dim)
         x_NH = self._embedding[ids_MT.reshape(-1)]

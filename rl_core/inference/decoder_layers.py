@@ -9,18 +9,22 @@ N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all quer
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from rl_core.cpu import int8_gemm, packed_vectors
+from rl_core.cpu import gemm, int8_gemm, packed_vectors
 from rl_core.cpu.allocator import Arena
 from rl_core.cpu.fused_decode import DecodeKernels, Packed, PackedWeights
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank
 from rl_core.models.lora import plain_linear
+from rl_core.models.routed_adapters import LowRank
 
-__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm"]
+__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedLinear", "PackedOutputHead", "RmsNorm"]
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]  # [out, in] and bias
 
@@ -97,10 +101,15 @@ class PackedLayer(Layer):
         super().__init__(layer)
         self._compiled = compiled
         self._is_silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
-        self._heads = _PackedLinear(arena, self.qkv, self.input_norm.weight)
-        self._out = _PackedLinear(arena, [self.out])
-        self._gate_up = _PackedLinear(arena, [self.gate, self.up], self.mlp_norm.weight)
-        self._down = _PackedLinear(arena, [self.down])
+        self._heads = PackedLinear(arena, self.qkv, self.input_norm.weight)
+        self._out = PackedLinear(arena, [self.out])
+        self._gate_up = PackedLinear(arena, [self.gate, self.up], self.mlp_norm.weight)
+        self._down = PackedLinear(arena, [self.down])
+
+    @property
+    def products(self) -> list[PackedLinear]:
+        """The four products, in the order of a step."""
+        return [self._heads, self._out, self._gate_up, self._down]
 
     def packed_weights(self) -> PackedWeights:
         """The weights of a `FusedStep`, where that is allowed."""
@@ -149,7 +158,12 @@ class PackedOutputHead(OutputHead):
     def __init__(self, base: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
         super().__init__(base)
         self._compiled = compiled
-        self._packed = _PackedLinear(arena, [self.head], self.norm.weight)
+        self._packed = PackedLinear(arena, [self.head], self.norm.weight)
+
+    @property
+    def product(self) -> PackedLinear:
+        """The product with the weight."""
+        return self._packed
 
     def packed_weight(self) -> tuple[Packed, torch.Tensor | None]:
         """As `PackedLayer.packed_weights`."""
@@ -162,13 +176,15 @@ class PackedOutputHead(OutputHead):
         return self._packed(self.norm.without_weight(x_NH))
 
 
-class _PackedLinear:
+class PackedLinear:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
     def __init__(self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
         """Copy the parameters, for compiled products into the arena; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
-        self._size = sum(len(weight) for weight in weights)
+        self._size, self._scale_I = sum(len(weight) for weight in weights), scale_I
+        self._ends = list(itertools.accumulate(len(weight) for weight in weights))
+        self.adapter: AdapterSpan | None = None  # of all rows, until another is put there
         self._packed: Packed | None = None
         if weights[0].dtype == torch.float32 and (int8_gemm.load() or packed_vectors.load()) is not None:
             weight_OI = torch.cat(weights)
@@ -191,12 +207,25 @@ class _PackedLinear:
         assert self._packed is not None
         return self._packed, self._bias
 
+    def update_of(self, updates: Sequence[LowRank | None]) -> AdapterSpan | None:
+        """Updates of the linear layers, None = of none, as one of this product; None where there is not any."""
+        begins = [0, *self._ends[:-1]]
+        found = [(begin, end, one) for begin, end, one in zip(begins, self._ends, updates, strict=True) if one]
+        if not found:
+            return None
+        downs = [one.down_RI if self._scale_I is None else one.down_RI * self._scale_I for *_, one in found]
+        columns, scale = [(begin, end) for begin, end, _ in found], found[0][2].scale
+        return AdapterSpan(0, 0, columns, scale, downs, [one.up_OR for *_, one in found])
+
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""
         if self._packed is not None:
             out_NO = self._packed.multiply(x_NI, x_NI.new_empty(len(x_NI), self._size))
-            return out_NO if self._bias is None else out_NO.add_(self._bias)
-        return torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
+            if self._bias is not None:
+                out_NO.add_(self._bias)
+        else:
+            out_NO = torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
+        return self._adapted(out_NO, x_NI)
 
     def add_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         """base + x W + bias, in place."""
@@ -204,7 +233,13 @@ class _PackedLinear:
             self._packed.multiply(x_NI, base_NO, add=True)
         else:
             base_NO.addmm_(x_NI, self._weight)
-        return base_NO if self._bias is None else base_NO.add_(self._bias)
+        return self._adapted(base_NO if self._bias is None else base_NO.add_(self._bias), x_NI)
+
+    def _adapted(self, out_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+        if self.adapter is not None:
+            with gemm.row_by_row():
+                add_low_rank(out_NO, x_NI, [dataclasses.replace(self.adapter, stop=len(x_NI))])
+        return out_NO
 
 
 def _pack(weight_OI: torch.Tensor, arena: Arena) -> Packed:

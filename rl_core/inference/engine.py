@@ -25,6 +25,7 @@ from rl_core.inference.sampling import RolloutBackend, RolloutSequence, check_pr
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.memory import MemoryFit, first_line, is_out_of_memory
 from rl_core.models.lora import merged
+from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
@@ -68,8 +69,18 @@ class Engine:
     def refresh(self) -> None:
         """Weights are read where the model keeps them, so there is nothing to copy."""
 
-    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
-        """Play every sequence to its end. Adapters are merged meanwhile, and taken out again bit for bit.
+    @property
+    def takes_adapters(self) -> bool:
+        """True = sequences may have adapters of their own (`run`)."""
+        return self._decoder.takes_adapters
+
+    def run(
+        self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings, adapters: Sequence[Adapter] = ()
+    ) -> None:
+        """Play every sequence to its end. Adapters of the model are merged meanwhile, and taken out again bit for bit.
+
+        Sequences may have adapters of their own beside each other: those whose attribute `adapter` is a number of
+        `adapters` (only where `takes_adapters`). Their tokens and log-probabilities depend on no other's.
 
         Where memory runs out, fewer sequences are decoded together, now and in later runs. A sequence's tokens depend
         on its own random numbers alone, so they stay the same. Raises: OutOfMemory where not even one fits.
@@ -83,7 +94,7 @@ class Engine:
             with merged(self._model):
                 self._decoder.bind()
                 run = EngineRun(
-                    self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length, self._fit
+                    self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length, self._fit, adapters
                 )
                 run.play()
         except Exception as error:

@@ -15,7 +15,7 @@ from rl_core.cpu.fused_decode import SlotStates
 from rl_core.environments.step_pool import NewContext, Observation, PendingTurn, wait_for_any
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import AppendedTokens, Decoder
-from rl_core.inference.prompt_cache import PromptCache
+from rl_core.inference.prompt_cache import PromptCache, prompt_of
 from rl_core.inference.sampling import (
     RolloutSequence,
     check_logprob,
@@ -24,6 +24,7 @@ from rl_core.inference.sampling import (
     uniforms,
 )
 from rl_core.memory import MemoryFit, first_line, is_out_of_memory, note_out_of_memory
+from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
 
 __all__ = ["EngineRun"]
@@ -49,8 +50,12 @@ class EngineRun:
         pad_id: int,
         max_length: int,
         fit: MemoryFit,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
-        """`fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it."""
+        """`fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it.
+
+        `adapters`: those that sequences name by their `adapter`.
+        """
         self._decoder, self._sampling, self._is_eos = decoder, sampling, is_eos
         self._fit = fit
         self._queue = deque(sequences)
@@ -76,6 +81,9 @@ class EngineRun:
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
+        self._adapter_of = np.full(self._slots, -1, dtype=np.int64)
+        if adapters:
+            decoder.adapt(adapters, self._adapter_of)
         self._prompts = PromptCache(decoder, self._queue, pad_id, fit.advice)
 
     def _reserve(self, slots: int, length: int) -> int:
@@ -145,10 +153,10 @@ class EngineRun:
         if not slots:
             return
         sequences = [self._queue.popleft() for _ in slots]
-        prompts = [tuple(sequence.prompt_ids) for sequence in sequences]
+        prompts = [prompt_of(sequence) for sequence in sequences]
         self._prompts.fill(slots, prompts)
-        for slot, sequence, prompt in zip(slots, sequences, prompts, strict=True):
-            self._sequences[slot] = sequence
+        for slot, sequence, (prompt, adapter) in zip(slots, sequences, prompts, strict=True):
+            self._sequences[slot], self._adapter_of[slot] = sequence, adapter
             self._pending[slot], self._length[slot] = prompt[-1], len(prompt) - 1
             self._limit[slot], self._sampled[slot], self._acted[slot] = self._limits[id(sequence)], 0, 0
             room = self._limit[slot] - len(prompt)
@@ -169,7 +177,7 @@ class EngineRun:
         targets, sources = list(moves), list(moves.values())
         # all sources are read before any target is written, so two slots can change places
         self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
-        for array in (self._pending, self._length, self._limit, self._sampled, self._acted):
+        for array in (self._pending, self._length, self._limit, self._sampled, self._acted, self._adapter_of):
             array[targets] = array[sources]
         for table in (self._uniforms, self._tokens, self._logprobs):
             table[targets] = table[sources]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +14,22 @@ from rl_core.inference.decoder import Decoder
 from rl_core.inference.sampling import RolloutSequence
 from rl_core.memory import MemoryFit
 
-__all__ = ["PromptCache"]
+__all__ = ["Prompt", "PromptCache", "prompt_of"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
+
+
+class Prompt(NamedTuple):
+    """Tokens and the adapter that reads them."""
+
+    ids: tuple[int, ...]
+    adapter: int = -1  # below 0 = none
+
+
+def prompt_of(sequence: RolloutSequence) -> Prompt:
+    """What a sequence begins with."""
+    return Prompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
 
 
 class PromptCache:
@@ -25,15 +38,15 @@ class PromptCache:
     def __init__(self, decoder: Decoder, queue: deque[RolloutSequence], pad_id: int, advice: str) -> None:
         """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
         self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
-        self._prefilled: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}  # prompt -> (keys and values, row)
-        self._waiting = Counter(tuple(sequence.prompt_ids) for sequence in queue)  # sequences that have not begun
+        self._prefilled: dict[Prompt, tuple[torch.Tensor, int]] = {}  # -> (keys and values, row)
+        self._waiting = Counter(map(prompt_of, queue))  # sequences that have not begun
 
-    def fill(self, slots: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> None:
+    def fill(self, slots: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Copy all but the last token of each prompt into its slot."""
         self._prefill(prompts)
         by_batch: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
         for slot, prompt in zip(slots, prompts, strict=True):
-            if len(prompt) > 1:
+            if len(prompt.ids) > 1:
                 kv, row = self._prefilled[prompt]
                 by_batch.setdefault(id(kv), (kv, []))[1].append((slot, row))
             self._waiting[prompt] -= 1
@@ -47,26 +60,33 @@ class PromptCache:
         slots, rows = (torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True))
         self._decoder.fill(slots, kv, rows)
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
+    def _prefill(self, prompts: Sequence[Prompt]) -> None:
         """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
-        missing = [p for p in dict.fromkeys(prompts) if len(p) > 1 and p not in self._prefilled]
+        missing = [p for p in dict.fromkeys(prompts) if len(p.ids) > 1 and p not in self._prefilled]
         if not missing:
             return
-        total = sum(map(len, missing))
+        total = sum(len(prompt.ids) for prompt in missing)
         wanted = dict.fromkeys(missing)
-        for sequence in self._queue:
-            prompt = tuple(sequence.prompt_ids)
-            if prompt in wanted or prompt in self._prefilled or len(prompt) < 2:
+        for prompt in map(prompt_of, self._queue):
+            if prompt in wanted or prompt in self._prefilled or len(prompt.ids) < 2:
                 continue
-            total += len(prompt)
+            total += len(prompt.ids)
             if total > _LOOKAHEAD_TOKENS:
                 break
             wanted[prompt] = None
-        missing = list(wanted)
-        lengths = [len(prompt) - 1 for prompt in missing]
+        by_adapter: dict[int, list[Prompt]] = {}
+        for prompt in wanted:
+            by_adapter.setdefault(prompt.adapter, []).append(prompt)
+        for adapter, some in by_adapter.items():
+            self._prefill_all(some, adapter)
+
+    def _prefill_all(self, missing: Sequence[Prompt], adapter: int) -> None:
+        """Prefill prompts of one adapter, in batches."""
+        lengths = [len(prompt.ids) - 1 for prompt in missing]
 
         def prefill(rows: list[int]) -> None:
-            kv = self._decoder.prefill(pad_rows([missing[i][:-1] for i in rows], self._pad_id).to(self._decoder.device))
+            ids_MT = pad_rows([list(missing[i].ids[:-1]) for i in rows], self._pad_id).to(self._decoder.device)
+            kv = self._decoder.prefill(ids_MT, adapter)
             for row, index in enumerate(rows):
                 self._prefilled[missing[index]] = (kv, row)
 

@@ -60,6 +60,12 @@ def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     Raises: DataError where a loss refuses its inputs (then it is the only part), and what torch raises.
     """
     run = parts[0].run
+    with run.base.products() if run.adapter is not None else nullcontext():
+        return _results(parts, backward=backward)
+
+
+def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
+    run = parts[0].run
     rows = [row for part in parts for row in part.tokens]
     lengths = [len(row) for row in rows]
     ids_BS = pad_rows([row.tolist() for row in rows], run.base.pad_id)

@@ -1,6 +1,7 @@
 """Samplers: weights to sample from, continuations of prompts, and log-probabilities of given tokens.
 
-Sequences of requests to one sampler with equal parameters are decoded together; samplers come one after the other.
+Sequences with equal parameters are decoded together: those of all samplers of a base that have adapters or nothing over
+it, where the rollout engine takes adapters slot by slot (`capabilities.slot_adapters`); else those of one sampler.
 Suffixes: N positions, V vocabulary, K tokens at one position.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +19,40 @@ from rl_core.environments.step_pool import Turnover
 from rl_core.inference.sampling import restricted, sequence_seed
 from rl_core.models.chunked_head import default_chunk_tokens, log_softmax_chunk
 from rl_core.models.hidden_states import hidden_states
+from rl_core.models.routed_adapters import LowRank
 from rl_core.service.answers import SampledSequence, SampleResult, TopLogprobs
 from rl_core.service.input_checks import NO_TARGET
 from rl_core.service.requests import SampleParameters, SampleRequest
+from rl_core.service.saved_weights import adapter_in, sampling_weights
 from rl_core.service.served_base import ServedBase
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Published", "Sampler", "Weights", "sample_all"]
+__all__ = ["Job", "Published", "Sampler", "Weights", "sample_all"]
 
 NO_LOGPROB = -99999.0  # of a place without a token, as clients expect it
 _ANY_TEXT = ("\0",)  # makes the engine ask a sequence whether it has ended
 
 
-Weights = Callable[[], Mapping[str, torch.Tensor]]  # by name, at the time of sampling
+@dataclass(slots=True)
+class Weights:
+    """Weights in place of a base model's, or over them: those of a state, or none."""
+
+    base: ServedBase
+    state: Mapping[str, Any] | None = None
+    _adapter: dict[str, LowRank] | None = None
+
+    @property
+    def adapter(self) -> Mapping[str, LowRank] | None:
+        """Low-rank updates of the base ({} = the base itself); None = all its weights are others."""
+        if self.state is None:
+            return {}
+        if self._adapter is None and self.state["run"]["adapter"] is not None:
+            self._adapter = adapter_in(self.state, self.base.device)
+        return self._adapter
+
+    def merged(self) -> Mapping[str, torch.Tensor]:
+        """The weights that differ from the base's, by name."""
+        return {} if self.state is None else sampling_weights(self.base, self.state)
 
 
 @dataclass(slots=True)
@@ -38,10 +61,6 @@ class Published:
 
     newest: Weights
 
-    def __call__(self) -> Mapping[str, torch.Tensor]:
-        """The weights now."""
-        return self.newest()
-
 
 @dataclass(slots=True)
 class Sampler:
@@ -49,7 +68,12 @@ class Sampler:
 
     sampler_id: str
     base: ServedBase
-    weights: Weights
+    source: Weights | Published
+
+    @property
+    def weights(self) -> Weights:
+        """The weights now."""
+        return self.source.newest if isinstance(self.source, Published) else self.source
 
 
 @dataclass(slots=True)
@@ -59,6 +83,7 @@ class _Sequence:
     prompt_ids: list[int]
     seed: int
     stops: Callable[[list[int]], bool] | None
+    adapter: int = -1  # among those of the engine's run; below 0 = none
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     hit_limit: bool = True
@@ -73,36 +98,113 @@ class _Sequence:
         return self.stops is not None and self.stops(action_ids)
 
 
-def sample_all(
-    sampler: Sampler, requests: Sequence[SampleRequest], prompts: Sequence[np.ndarray], slots: int
-) -> list[SampleResult]:
-    """Answers to checked requests of one sampler, in order.
+@dataclass(slots=True)
+class Job:
+    """A checked request of a sampler, and its sequences."""
+
+    sampler: Sampler
+    request: SampleRequest
+    prompt: np.ndarray  # int64 [P]
+    sequences: list[_Sequence] = field(default_factory=list)
+
+    @property
+    def reads(self) -> bool:
+        """True = distributions at given tokens are asked for."""
+        asked = self.request
+        return bool(
+            asked.prompt_logprobs or asked.topk_prompt_logprobs or asked.topk_sample_logprobs
+            or asked.target_prompt_logprobs is not None
+        )  # fmt: skip
+
+
+def sample_all(jobs: Sequence[Job], slots: int) -> list[SampleResult | Exception]:
+    """Answers to requests, in order; a request's do not depend on the others.
 
     Args:
-        prompts: int64 [P] of each request. slots: sequences decoded together.
+        slots: sequences decoded together.
     """
-    base = sampler.base
-    played: list[list[_Sequence]] = []
-    groups: dict[SampleParameters, list[_Sequence]] = {}
-    for request, prompt in zip(requests, prompts, strict=True):
-        stops = _stop_texts(base, request.parameters)
-        room = base.limits.context - len(prompt)
-        sequences = [
-            _Sequence(prompt.tolist(), sequence_seed("sample", request.seed, index), stops)
-            for index in range(request.num_samples)
-        ]
-        played.append(sequences)
-        if room > 0:  # else nothing can follow, and each is cut off at once
-            groups.setdefault(request.parameters, []).extend(sequences)
-    with base.holding(sampler.weights()):
-        for parameters, sequences in groups.items():
-            backend = base.backend(_end_ids(base, parameters))
-            backend.run(sequences, _settings(base, parameters, slots))
+    groups: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        base = job.sampler.base
+        joint = job.sampler.weights.adapter is not None and base.samples_adapters.allowed
+        groups.setdefault((base.name, "" if joint else job.sampler.sampler_id), []).append(job)
+    answers: dict[int, SampleResult | Exception] = {}
+    for (_, alone), group in groups.items():
+        for job, answer in zip(group, _answers(group, slots, merged=bool(alone)), strict=True):
+            answers[id(job)] = answer
+    return [answers[id(job)] for job in jobs]
+
+
+def _answers(jobs: Sequence[Job], slots: int, *, merged: bool) -> Sequence[SampleResult | Exception]:
+    """Answers of a group; where that fails, of each sampler alone, so that a fault of one stays its own.
+
+    Args:
+        merged: weights are put in the place of the base's; then all jobs are of one sampler.
+    """
+    by_sampler: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_sampler.setdefault(job.sampler.sampler_id, []).append(job)
+    try:
+        if merged:
+            with jobs[0].sampler.base.holding(jobs[0].sampler.weights.merged()):
+                _play(jobs, slots, {}, [])
+        else:
+            _play(jobs, slots, *_adapters(jobs))
+        found = {id(job): answer for some in by_sampler.values() for job, answer in zip(some, _read(some), strict=True)}
+        return [found[id(job)] for job in jobs]
+    except Exception as error:
+        if len(by_sampler) == 1:
+            return [error] * len(jobs)
+        alone = {
+            id(job): answer
+            for some in by_sampler.values()
+            for job, answer in zip(some, _answers(some, slots, merged=merged), strict=True)
+        }
+        return [alone[id(job)] for job in jobs]
+
+
+def _adapters(jobs: Sequence[Job]) -> tuple[dict[str, int], list[Mapping[str, LowRank]]]:
+    """The number of each sampler's adapter, where it has one, and the adapters."""
+    numbers: dict[str, int] = {}
+    places: dict[int, int] = {}  # of weights: in-flight samplers share theirs
+    adapters: list[Mapping[str, LowRank]] = []
+    for job in jobs:
+        weights = job.sampler.weights
+        if not weights.adapter:
+            continue
+        if id(weights) not in places:
+            places[id(weights)] = len(adapters)
+            adapters.append(weights.adapter)
+        numbers[job.sampler.sampler_id] = places[id(weights)]
+    return numbers, adapters
+
+
+def _read(jobs: Sequence[Job]) -> list[SampleResult]:
+    """Answers to requests of one sampler that have been played."""
+    base = jobs[0].sampler.base
+    weights = jobs[0].sampler.weights.merged() if any(job.reads for job in jobs) else {}
+    with base.holding(weights):
         read = _Reader(base)
-        return [
-            _answer(read, request, prompt, sequences)
-            for request, prompt, sequences in zip(requests, prompts, played, strict=True)
+        return [_answer(read, job.request, job.prompt, job.sequences) for job in jobs]
+
+
+def _play(
+    jobs: Sequence[Job], slots: int, numbers: Mapping[str, int], adapters: Sequence[Mapping[str, LowRank]]
+) -> None:
+    """Decode all sequences. numbers: of the adapters, by sampler."""
+    base = jobs[0].sampler.base
+    groups: dict[SampleParameters, list[_Sequence]] = {}
+    for job in jobs:
+        parameters = job.request.parameters
+        stops, number = _stop_texts(base, parameters), numbers.get(job.sampler.sampler_id, -1)
+        job.sequences = [
+            _Sequence(job.prompt.tolist(), sequence_seed("sample", job.request.seed, index), stops, number)
+            for index in range(job.request.num_samples)
         ]
+        if base.limits.context > len(job.prompt):  # else nothing can follow, and each is cut off at once
+            groups.setdefault(parameters, []).extend(job.sequences)
+    for parameters, sequences in groups.items():
+        base.play(sequences, _settings(base, parameters, slots), _end_ids(base, parameters), adapters)
 
 
 def _settings(base: ServedBase, parameters: SampleParameters, slots: int) -> SamplingSettings:

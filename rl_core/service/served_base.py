@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from rl_core.capabilities import independent_rows, plain_head
+from rl_core.capabilities import independent_rows, plain_head, slot_adapters
+from rl_core.cpu import gemm
 from rl_core.errors import ModelError, ServiceError
-from rl_core.inference.engine import RolloutBackend, make_backend
+from rl_core.inference.engine import Engine, RolloutBackend, RolloutSequence, make_backend
 from rl_core.models import causal_lm
 from rl_core.models.critic import hidden_size
 from rl_core.models.rotary import longest_sequence
-from rl_core.models.routed_adapters import AdapterRouter
+from rl_core.models.routed_adapters import Adapter, AdapterRouter
 from rl_core.service.answers import BaseInfo
 from rl_core.service.input_checks import ModelLimits
 from rl_core.service.requests import AdapterConfig
-from rl_core.settings import ModelSettings, ServiceEngineSettings
+from rl_core.settings import ModelSettings, SamplingSettings, ServiceEngineSettings
 
 __all__ = ["ServedBase"]
 
@@ -47,6 +48,7 @@ class ServedBase:
         self.router = AdapterRouter(self.model, names)
         self._batching = settings.batch_runs
         self._independence = independent_rows(self.model)
+        self.samples_adapters = slot_adapters(self.model)
         self.pad_id = self.tokenizer.pad_token_id or 0
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         self._backend: RolloutBackend | None = None
@@ -55,6 +57,11 @@ class ServedBase:
     def batches_runs(self) -> bool:
         """True = rows of several training runs share a pass."""
         return self._batching == "always" or (self._batching == "exact" and self._independence.allowed)
+
+    def products(self) -> AbstractContextManager[None]:
+        """Within: matrix products of passes that several runs may share, also for a run that is alone in its pass."""
+        is_exact = self.batches_runs and self._independence.allowed
+        return gemm.row_by_row() if is_exact else nullcontext()
 
     @property
     def info(self) -> BaseInfo:
@@ -102,14 +109,28 @@ class ServedBase:
             for module, attribute, parameter in reversed(replaced):
                 module._parameters[attribute] = parameter
 
-    def backend(self, eos_ids: Sequence[int]) -> RolloutBackend:
-        """The rollout engine over the model's present weights, ending actions at these tokens."""
+    def play(
+        self,
+        sequences: Sequence[RolloutSequence],
+        sampling: SamplingSettings,
+        eos_ids: Sequence[int],
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
+        """Play sequences by the model's present weights and the adapters that they name; actions end at these tokens.
+
+        Args:
+            adapters: only where `samples_adapters`.
+        """
         if self._backend is None:
             self._backend = make_backend(
                 self.model, eos_ids=eos_ids, pad_id=self.pad_id, max_length=self.limits.context
             )
         self._backend.end_at(eos_ids)
-        return self._backend
+        if isinstance(self._backend, Engine):
+            self._backend.run(sequences, sampling, adapters)
+        else:
+            assert not adapters
+            self._backend.run(sequences, sampling)
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

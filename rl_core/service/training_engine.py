@@ -6,11 +6,10 @@ answer, and a fault of one leaves the others as they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
@@ -21,14 +20,13 @@ from rl_core.service.guarded_update import guarded_step
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
 from rl_core.service.pass_planner import cut, run_jobs
 from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
-from rl_core.service.samplers import Published, Sampler, Weights, sample_all
+from rl_core.service.samplers import Job, Published, Sampler, Weights, sample_all
 from rl_core.service.saved_weights import (
     export_model,
     export_peft,
     read_state,
     request_of,
     sampling_state,
-    sampling_weights,
     write_state,
 )
 from rl_core.service.served_base import ServedBase
@@ -36,6 +34,8 @@ from rl_core.service.training_run import TrainingRun
 from rl_core.settings import ServiceEngineSettings
 
 __all__ = ["TrainingEngine"]
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingEngine:
@@ -106,6 +106,18 @@ class TrainingEngine:
         check_adam(request.adam, request.muon_momentum)
         return OptimStepResult(metrics=guarded_step(run, request))
 
+    def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
+        """Answers in order, to one update of each of several runs."""
+        answers: list[OptimStepResult | ServiceError] = []
+        for request in requests:
+            try:
+                answers.append(self.optim_step(request))
+            except Exception as error:
+                if not isinstance(error, ServiceError):
+                    logger.exception("optim_step of %s failed", request.model_id)
+                answers.append(_failure(error))
+        return answers
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     def state_dict(self, model_id: str) -> dict[str, Any]:
@@ -157,15 +169,15 @@ class TrainingEngine:
     def create_sampler(self, request: CreateSampler) -> BaseInfo:
         """A sampler; the base model that it samples from. Raises: ServiceError."""
         self._check_new(request.sampler_id, self._samplers, self.settings.max_samplers, "sampler", "max_samplers")
-        base, weights = self._source(request)
+        weights = self._weights(request)
+        source: Weights | Published = weights
         if request.kind == "inflight":
-            published = self._published.setdefault(str(request.model_id), Published(weights))
-            published.newest = weights
-            weights = published
-        self._samplers[request.sampler_id] = Sampler(request.sampler_id, base, weights)
-        return base.info
+            source = self._published.setdefault(str(request.model_id), Published(weights))
+            source.newest = weights
+        self._samplers[request.sampler_id] = Sampler(request.sampler_id, weights.base, source)
+        return weights.base.info
 
-    def _source(self, request: CreateSampler) -> tuple[ServedBase, Weights]:
+    def _weights(self, request: CreateSampler) -> Weights:
         """Base model and fixed weights of a new sampler."""
         named = [name for name in ("base", "model_id", "folder") if getattr(request, name) is not None]
         if request.kind == "inflight" and named not in (["model_id"], ["model_id", "folder"]):
@@ -177,9 +189,8 @@ class TrainingEngine:
         elif request.model_id is not None:
             state = sampling_state(self._run(request.model_id).state_dict())
         else:
-            return self._base(str(request.base)), dict
-        base = self._base(state["run"]["base"])
-        return base, lambda: sampling_weights(base, state)
+            return Weights(self._base(str(request.base)))
+        return Weights(self._base(state["run"]["base"]), state)
 
     def unload_sampler(self, sampler_id: str) -> None:
         """Forget a sampler. Raises: ServiceError where there is none."""
@@ -189,24 +200,17 @@ class TrainingEngine:
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
         """Answers in order; a request's samples depend on its sampler's weights, prompt, parameters and seed alone."""
         answers: dict[int, SampleResult | ServiceError] = {}
-        groups: dict[str, list[tuple[int, np.ndarray]]] = {}
+        jobs: dict[int, Job] = {}
         for index, request in enumerate(requests):
             try:
-                limits = self._sampler(request.sampler_id).base.limits
-                prompt = check_sample(request, limits, self.settings)
-                groups.setdefault(request.sampler_id, []).append((index, prompt))
+                sampler = self._sampler(request.sampler_id)
+                prompt = check_sample(request, sampler.base.limits, self.settings)
+                jobs[index] = Job(sampler, request, prompt)
             except ServiceError as error:
                 answers[index] = error
-        for sampler_id, chosen in groups.items():
-            indices = [index for index, _ in chosen]
-            try:
-                found = sample_all(
-                    self._samplers[sampler_id], [requests[i] for i in indices], [p for _, p in chosen],
-                    self.settings.slots,
-                )  # fmt: skip
-                answers |= dict(zip(indices, found, strict=True))
-            except Exception as error:
-                answers |= dict.fromkeys(indices, _failure(error))
+        found = sample_all(list(jobs.values()), self.settings.slots)
+        for index, answer in zip(jobs, found, strict=True):
+            answers[index] = _failure(answer) if isinstance(answer, Exception) else answer
         return [answers[index] for index in range(len(requests))]
 
     # -- looking up ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import server_of
+from flows.service.http.callers import called
 from flows.service.http.refusals import Refused
 from flows.service.http.session_routes import iso
 
@@ -19,8 +19,7 @@ _RESOURCES = {"checkpoints": "checkpoint_", "projects": "project_", "teams": "te
 
 
 async def _audit(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     kind = request.query_params.get("event_type", "all")
     if kind != "all" and kind not in _RESOURCES:
         raise Refused(422, f"event_type: {kind[:40]!r}, expected all, {', '.join(_RESOURCES)}")

@@ -17,9 +17,10 @@ from flows.service.http.refusals import Refused
 from flows.service.http.signed_files import Signer
 from flows.service.http.waiting_room import WaitingRoom
 from flows.service.store import ApiKey, NewRequest, ServiceStore, StoredRequest
+from rl_core.errors import nearest
 from rl_core.settings import ServiceSettings
 
-__all__ = ["Server", "server_of", "session_of"]
+__all__ = ["Server", "called", "server_of", "session_of"]
 
 T = TypeVar("T")
 KEY_SECONDS = 2.0  # for which a key is believed without another look: a revoked one works as long
@@ -101,9 +102,21 @@ class Server:
         await self.own_session(caller, session_id)
         return session_id
 
+    def known_base(self, name: str) -> None:
+        """Raises: Refused (404) for a base model that is not served."""
+        bases = self.settings.engine.bases
+        if name not in bases:
+            raise Refused(404, f"base_model: there is no '{name[:200]}' here; {nearest(name, bases)}")
+
     async def note(self, caller: ApiKey, action: str, subject: str, detail: str = "") -> None:
         """An entry of the audit."""
         await self.ask(self.store.note, caller.key_id, action, subject, detail)
+
+
+async def called(request: Request) -> tuple[Server, ApiKey]:
+    """The server of a request, and whose it is. Raises: Refused (401)."""
+    server = server_of(request)
+    return server, await server.caller(request)
 
 
 def server_of(request: Request) -> Server:

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import Server, server_of
-from flows.service.http.promises import json_body
+from flows.service.http.callers import Server, called
+from flows.service.http.promises import called_with, json_body
 from flows.service.http.refusals import Refused
 from flows.service.http.session_routes import iso, page_bounds, texts
 from flows.service.http.training_routes import readable_checkpoint
 from flows.service.store import ApiKey, CheckpointRecord, TrainingRunRecord
-from flows.service.wire.bodies import SetTtl, WeightsInfo
+from flows.service.wire.directory_bodies import SetTtl, WeightsInfo
 from flows.service.wire.tinker_paths import CHECKPOINT_TYPES, parse_path
 
 __all__ = ["CHECKPOINT_ROUTES", "ONE_CHECKPOINT", "own_checkpoint", "own_run"]
@@ -76,8 +76,7 @@ async def own_run(server: Server, caller: ApiKey, model_id: str) -> TrainingRunR
 
 
 async def _runs(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     limit, offset = page_bounds(request)
     page = await server.ask(server.store.runs, caller.key_id, limit, offset)
     cursor = {"offset": offset, "limit": limit, "total_count": page.total}
@@ -85,22 +84,19 @@ async def _runs(request: Request) -> Response:
 
 
 async def _run(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     return JSONResponse(await _as_run(server, await own_run(server, caller, request.path_params["model_id"])))
 
 
 async def _checkpoints_of_run(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     run = await own_run(server, caller, request.path_params["model_id"])
     page = await server.ask(server.store.checkpoints, None, MOST_OF_ONE_RUN, 0, run.model_id)
     return JSONResponse({"checkpoints": _listed(request, page.items)})
 
 
 async def _checkpoints(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     limit, offset = page_bounds(request)
     page = await server.ask(server.store.checkpoints, caller.key_id, limit, offset)
     cursor = {"offset": offset, "limit": limit, "total_count": page.total}
@@ -109,8 +105,7 @@ async def _checkpoints(request: Request) -> Response:
 
 async def own_checkpoint(request: Request) -> tuple[Server, ApiKey, CheckpointRecord]:
     """The saved weights that an address names. Raises: Refused (404, 403)."""
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     parts = request.path_params
     path = str(parse_path(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}"))
     found = await server.ask(server.store.checkpoint, path)
@@ -146,9 +141,7 @@ async def _set_ttl(request: Request) -> Response:
 
 
 async def _weights_info(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, WeightsInfo)
+    server, caller, body, _ = await called_with(request, WeightsInfo)
     found = await readable_checkpoint(server, caller, body.tinker_path)
     run = await server.ask(server.store.run, found.model_id)
     facts = found.facts if run is None else run.facts

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import Server, server_of
-from flows.service.http.promises import json_body
+from flows.service.http.callers import Server
+from flows.service.http.promises import called_with
 from flows.service.http.refusals import Refused
 from flows.service.http.session_routes import PROJECT
 from flows.service.http.training_routes import model_name, readable_checkpoint
 from flows.service.store import ApiKey, TrainingRunRecord
-from flows.service.wire.bodies import CopyWeights
+from flows.service.wire.directory_bodies import CopyWeights
 from flows.service.wire.tinker_paths import TinkerPath, parse_path
 from rl_core.storage.single_files import copy_tree
 
@@ -28,9 +28,7 @@ __all__ = ["COPY_ROUTES"]
 
 async def _copy(request: Request) -> Response:
     """Repeated with the same X-Idempotency-Key it is the same copy."""
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, CopyWeights)
+    server, caller, body, _ = await called_with(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
         raise Refused(422, "copy_weights: weights_access_token is not supported; publish the checkpoint")
     source = await readable_checkpoint(server, caller, body.source_path)

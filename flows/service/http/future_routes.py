@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import Server, server_of
-from flows.service.http.promises import json_body
+from flows.service.http.callers import Server
+from flows.service.http.promises import called_with
 from flows.service.http.refusals import Refused
 from flows.service.http.sampling_routes import CLONE_SEQS
 from flows.service.store import ApiKey, StoredRequest
-from flows.service.wire.bodies import CancelFuture, FuturesTarget, RetrieveFuture, RetrieveFutures
+from flows.service.wire.directory_bodies import CancelFuture, FuturesTarget, RetrieveFuture, RetrieveFutures
 
 __all__ = ["FUTURE_ROUTES", "own_result"]
 
@@ -36,9 +36,7 @@ async def own_result(server: Server, caller: ApiKey, request_id: str) -> StoredR
 
 async def _retrieve(request: Request) -> Response:
     """Held until the result is there; 408 = ask again."""
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, RetrieveFuture)
+    server, caller, body, _ = await called_with(request, RetrieveFuture)
     with server.room.expecting(body.request_id) as event:
         found = await own_result(server, caller, body.request_id)
         waits = not found.is_final and not server.room.is_over
@@ -70,9 +68,7 @@ def _result(server: Server, found: StoredRequest, asked: RetrieveFuture) -> Resp
 
 async def _retrieve_many(request: Request) -> Response:
     """Held until a request of the sampling session becomes final; then all that did since the cursor."""
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, RetrieveFutures)
+    server, caller, body, _ = await called_with(request, RetrieveFutures)
     target = body.target
     await server.own_target(caller, target.sampling_session_id)
     if body.retrieved_request_ids:
@@ -105,9 +101,7 @@ async def _finished(server: Server, target: FuturesTarget, cursor: int) -> tuple
 
 
 async def _cancel(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, CancelFuture)
+    server, caller, body, _ = await called_with(request, CancelFuture)
     await own_result(server, caller, body.request_id)
     is_cancelled = await server.ask(server.store.cancel, body.request_id)
     await server.note(caller, "request_cancel", body.request_id, "" if is_cancelled else "too late")

@@ -5,28 +5,30 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from flows.service.http.callers import Server
+from flows.service.http.callers import Server, called
 from flows.service.http.payloads import read_payload
 from flows.service.http.refusals import Refused
 from flows.service.store import ApiKey, NewRequest, RequestKind, StoredRequest
-from flows.service.wire.bodies import Body, Id, Seq, read_body
+from flows.service.wire.json_body import Body, TrainingHead, read_body
 
-__all__ = ["accept", "accept_training", "json_body", "new_seed", "promise", "whole_payload"]
+__all__ = ["accept", "accept_training", "called_with", "json_body", "new_seed", "promise", "whole_payload"]
 
 B = TypeVar("B", bound=Body)
 DEADLINE = "x-deadline-seconds"  # own header: not begun by then = cancelled
 
 
-class TrainingHead(Body):
-    """Fields that give a request its place in a run's order."""
+class Call(NamedTuple, Generic[B]):
+    """A request with a JSON body: its server, whose it is, what it says, and the bytes."""
 
-    model_id: Id
-    seq_id: Seq
+    server: Server
+    caller: ApiKey
+    body: B
+    payload: bytes
 
 
 def new_seed() -> int:
@@ -40,6 +42,13 @@ async def whole_payload(server: Server, request: Request) -> bytes:
     if payload.refused:
         raise Refused(413, payload.refused)
     return payload.body
+
+
+async def called_with(request: Request, kind: type[B]) -> Call[B]:
+    """A request with its body as a class. Raises: Refused (401, 413); ServiceError (user)."""
+    server, caller = await called(request)
+    payload = await whole_payload(server, request)
+    return Call(server, caller, read_body(kind, payload), payload)
 
 
 async def json_body(server: Server, request: Request, kind: type[B]) -> B:

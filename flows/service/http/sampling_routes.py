@@ -8,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import server_of
-from flows.service.http.promises import accept, json_body, new_seed, promise, whole_payload
+from flows.service.http.callers import called
+from flows.service.http.promises import accept, called_with, new_seed, promise
 from flows.service.http.refusals import Refused
 from flows.service.http.training_routes import readable_checkpoint, sampler_name
-from flows.service.wire.bodies import CreateSamplingSession, JoinSamplingSession, SampleBody, read_body
-from rl_core.errors import nearest
+from flows.service.wire.bodies import CreateSamplingSession, JoinSamplingSession, SampleBody
 
 __all__ = ["CLONE_SEQS", "SAMPLING_ROUTES"]
 
@@ -21,12 +20,8 @@ CLONE_SEQS = 1_000_000_000  # numbers of samples of one copy of a client
 
 
 async def _create_session(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    payload = await whole_payload(server, request)
-    body = read_body(CreateSamplingSession, payload)
+    server, caller, body, payload = await called_with(request, CreateSamplingSession)
     await server.own_session(caller, body.session_id)
-    bases = server.settings.engine.bases
     if body.model_path is not None:
         found = await readable_checkpoint(server, caller, body.model_path)
         if found.kind == "external_weights":
@@ -38,8 +33,7 @@ async def _create_session(request: Request) -> Response:
         raise Refused(422, "create_sampling_session: give model_path or base_model")
     else:
         base = body.base_model
-    if base not in bases:
-        raise Refused(404, f"base_model: there is no '{base[:200]}' here; {nearest(base, bases)}")
+    server.known_base(base)
     target = sampler_name(body.session_id, body.sampling_session_seq_id)
     facts = {"base": base, "path": body.model_path}
     await accept(server, request, caller, "create_sampler", target, 0, payload, facts)
@@ -48,8 +42,7 @@ async def _create_session(request: Request) -> Response:
 
 
 async def _sampler(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     sampler_id = request.path_params["sampler_id"]
     await server.own_target(caller, sampler_id)
     found = await server.ask(server.store.sampler, sampler_id)
@@ -65,19 +58,14 @@ async def _sampler(request: Request) -> Response:
 
 
 async def _join(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, JoinSamplingSession)
+    server, caller, body, _ = await called_with(request, JoinSamplingSession)
     await server.own_target(caller, body.sampling_session_id)
     number = await server.ask(server.store.next_clone, body.sampling_session_id)
     return JSONResponse({"client_counter": number})
 
 
 async def _sample(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    payload = await whole_payload(server, request)
-    body = read_body(SampleBody, payload)
+    server, caller, body, payload = await called_with(request, SampleBody)
     await server.own_target(caller, body.sampling_session_id)
     mark = secrets.token_hex(8)
     facts = {"seed": new_seed(), "sample_sequence_ids": [f"{mark}-{index}" for index in range(body.num_samples)]}

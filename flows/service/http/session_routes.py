@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import server_of
-from flows.service.http.promises import json_body, whole_payload
+from flows.service.http.callers import Server, called, server_of
+from flows.service.http.promises import called_with, json_body, whole_payload
 from flows.service.http.refusals import Refused
-from flows.service.store import Page, SessionRecord
-from flows.service.wire.bodies import CreateSession, FinishSession, Heartbeat, SearchSessions, SetProject
+from flows.service.store import ApiKey, Page, SessionRecord
+from flows.service.wire.directory_bodies import CreateSession, FinishSession, Heartbeat, SearchSessions, SetProject
 
 __all__ = ["PROJECT", "SESSION_ROUTES", "iso", "page_bounds", "texts"]
 
@@ -51,6 +51,14 @@ def page_bounds(request: Request) -> tuple[int, int]:
     return found[0], found[1]
 
 
+async def _of_path(request: Request) -> tuple[Server, ApiKey, str]:
+    """Server, caller, and the caller's session that the path names. Raises: Refused (401, 403, 404)."""
+    server, caller = await called(request)
+    session_id = request.path_params["session_id"]
+    await server.own_session(caller, session_id)
+    return server, caller, session_id
+
+
 async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
@@ -66,9 +74,7 @@ async def _dynamic_config(request: Request) -> Response:
 
 
 async def _create_session(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, CreateSession)
+    server, caller, body, _ = await called_with(request, CreateSession)
     session_id = secrets.token_hex(16)
     await server.ask(server.store.create_session, session_id, caller.key_id, body.model_dump())
     await server.note(caller, "session_create", session_id, body.sdk_version[:100])
@@ -76,9 +82,7 @@ async def _create_session(request: Request) -> Response:
 
 
 async def _heartbeat(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, Heartbeat)
+    server, caller, body, _ = await called_with(request, Heartbeat)
     await server.own_session(caller, body.session_id)
     if not await server.ask(server.store.touch_session, body.session_id):
         raise Refused(410, f"session '{body.session_id}' is finished")
@@ -86,10 +90,7 @@ async def _heartbeat(request: Request) -> Response:
 
 
 async def _finish(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    session_id = request.path_params["session_id"]
-    await server.own_session(caller, session_id)
+    server, caller, session_id = await _of_path(request)
     body = await json_body(server, request, FinishSession)
     end = {"type": "client_finished", "reason": {"type": body.reason.type}, "detail": body.detail}
     await server.ask(server.store.finish_session, session_id, {"status": end})
@@ -125,18 +126,14 @@ async def _capabilities(request: Request) -> Response:
 
 
 async def _sessions(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     limit, offset = page_bounds(request)
     page: Page[SessionRecord] = await server.ask(server.store.sessions, caller.key_id, limit, offset)
     return JSONResponse({"sessions": [session.session_id for session in page.items]})
 
 
 async def _session(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    session_id = request.path_params["session_id"]
-    await server.own_session(caller, session_id)
+    server, _, session_id = await _of_path(request)
     session = await server.ask(server.store.session, session_id)
     runs = await server.ask(server.store.runs, None, MOST_LISTED, 0, session_id)
     samplers = await server.ask(server.store.samplers, None, MOST_LISTED, 0, session_id)
@@ -188,9 +185,7 @@ def _has_status(status: dict[str, Any] | None, asked: dict[str, Any]) -> bool:
 
 async def _search(request: Request) -> Response:
     """Own sessions with some properties, the newest first."""
-    server = server_of(request)
-    caller = await server.caller(request)
-    asked = await json_body(server, request, SearchSessions)
+    server, caller, asked, _ = await called_with(request, SearchSessions)
     after = (asked.cursor or {}).get("last_session_id")
     found: list[SessionRecord] = []
     offset, is_behind = 0, after is None
@@ -226,10 +221,7 @@ async def _search(request: Request) -> Response:
 
 
 async def _set_project(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    session_id = request.path_params["session_id"]
-    await server.own_session(caller, session_id)
+    server, caller, session_id = await _of_path(request)
     body = await json_body(server, request, SetProject)
     await server.ask(server.store.change_session, session_id, {"project_id": body.project_id})
     await server.note(caller, "session_project", session_id, body.project_id[:100])
@@ -250,8 +242,7 @@ async def _own_key(request: Request) -> Response:
 
 
 async def _revoke_own_key(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     await server.ask(server.store.revoke_key, caller.key_id)
     await server.note(caller, "key_revoke", caller.key_id)
     return Response(status_code=204)

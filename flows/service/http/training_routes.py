@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flows.service.http.callers import Server, server_of, session_of
+from flows.service.http.callers import Server, called, server_of, session_of
 from flows.service.http.payloads import read_payload
-from flows.service.http.promises import accept, accept_training, json_body, new_seed, promise, whole_payload
+from flows.service.http.promises import accept, accept_training, called_with, new_seed, promise
 from flows.service.http.refusals import Refused
 from flows.service.store import ApiKey, CheckpointRecord
 from flows.service.wire.bodies import (
@@ -19,11 +19,11 @@ from flows.service.wire.bodies import (
     LoadWeightsBody,
     OptimizerFamily,
     SaveForSamplerBody,
-    read_body,
 )
 from flows.service.wire.heads import forward_backward_head
+from flows.service.wire.json_body import read_body
 from flows.service.wire.tinker_paths import parse_path
-from rl_core.errors import ServiceError, nearest
+from rl_core.errors import ServiceError
 
 __all__ = ["TRAINING_ROUTES", "readable_checkpoint"]
 
@@ -46,14 +46,9 @@ def _optimizer(given: OptimizerFamily) -> dict[str, Any]:
 
 
 async def _create_model(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    payload = await whole_payload(server, request)
-    body = read_body(CreateModelBody, payload)
+    server, caller, body, payload = await called_with(request, CreateModelBody)
     await server.own_session(caller, body.session_id)
-    bases = server.settings.engine.bases
-    if body.base_model not in bases:
-        raise Refused(404, f"base_model: there is no '{body.base_model[:200]}' here; {nearest(body.base_model, bases)}")
+    server.known_base(body.base_model)
     facts = {
         "base": body.base_model,
         "lora": None if body.lora_config is None else body.lora_config.model_dump(),
@@ -68,9 +63,7 @@ async def _create_model(request: Request) -> Response:
 
 
 async def _get_info(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    body = await json_body(server, request, GetInfo)
+    server, caller, body, _ = await called_with(request, GetInfo)
     await server.own_target(caller, body.model_id)
     run = await server.ask(server.store.run, body.model_id)
     if run is None:
@@ -91,8 +84,7 @@ async def _get_info(request: Request) -> Response:
 
 
 async def _forward_backward(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
+    server, caller = await called(request)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
         raise Refused(415, f"forward_backward takes {PROTOBUF} (SDK 0.25 and newer)")
     payload = await read_payload(request, server.settings.server.max_body_bytes)
@@ -155,10 +147,7 @@ async def readable_checkpoint(server: Server, caller: ApiKey, path: str) -> Chec
 
 
 async def _load_weights(request: Request) -> Response:
-    server = server_of(request)
-    caller = await server.caller(request)
-    payload = await whole_payload(server, request)
-    body = read_body(LoadWeightsBody, payload)
+    server, caller, body, payload = await called_with(request, LoadWeightsBody)
     is_new = body.session_id is not None and body.model_seq_id is not None
     if is_new == (body.model_id is not None and body.seq_id is not None):
         raise Refused(422, "load_weights: give either session_id and model_seq_id, or model_id and seq_id")

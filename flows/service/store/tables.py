@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -36,24 +38,62 @@ FORMAT = 1  # a store of another format is refused
 metadata = MetaData()
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER counts up by itself there
 
+
+def _key(name: str, size: int) -> Column[str]:
+    return Column(name, String(size), primary_key=True)
+
+
+def _text(name: str, size: int | None = None, **more: Any) -> Column[str]:
+    """A text that is always there, of at most `size` characters."""
+    return Column(name, Text if size is None else String(size), nullable=False, **more)
+
+
+def _count(name: str, start: int | None = 0) -> Column[int]:
+    """A whole number that is always there; `start`: in a new row, None = the row has to say."""
+    return Column(name, BigInteger, nullable=False, default=start)
+
+
+def _time(name: str) -> Column[float]:
+    """A time that is always there."""
+    return Column(name, Double, nullable=False)
+
+
+def _plain(*names: str) -> list[Column[Any]]:
+    """JSON objects, always there."""
+    return [Column(name, JSON, nullable=False) for name in names]
+
+
+def _owner() -> Column[str]:
+    return _text("owner", 64, index=True)
+
+
+def _session() -> Column[str]:
+    return _text("session_id", 200, index=True)
+
+
+def _life() -> list[Column[float]]:
+    """Beginning, and newest sign of life."""
+    return [_time("created"), _time("touched")]
+
+
 requests = Table(
     "requests",
     metadata,
     Column("place", BigInteger, primary_key=True, autoincrement=False),  # of a counter
-    Column("request_id", String(64), nullable=False, unique=True),
-    Column("kind", String(32), nullable=False),
-    Column("line", String(16), nullable=False),  # see `records.line_of`
-    Column("owner", String(64), nullable=False),
-    Column("session_id", String(200), nullable=False),
-    Column("target", String(200), nullable=False),
-    Column("seq", BigInteger, nullable=False),
+    _text("request_id", 64, unique=True),
+    _text("kind", 32),
+    _text("line", 16),  # see `records.line_of`
+    _text("owner", 64),
+    _text("session_id", 200),
+    _text("target", 200),
+    _count("seq", None),
     Column("payload", LargeBinary, nullable=False),  # empty when nothing needs it any more
-    Column("digest", String(64), nullable=False),
-    Column("content_type", String(16), nullable=False),
-    Column("facts", JSON, nullable=False),
+    _text("digest", 64),
+    _text("content_type", 16),
+    *_plain("facts"),
     Column("deadline", Double),
-    Column("state", String(16), nullable=False),
-    Column("accepted", Double, nullable=False),
+    _text("state", 16),
+    _time("accepted"),
     Column("started", Double),
     Column("finished", Double),
     Column("finish_place", BigInteger),  # in the order of finishing
@@ -73,78 +113,68 @@ Index("requests_finished", requests.c.finish_place)
 Index("requests_expiry", requests.c.forgotten, requests.c.finished)
 
 sessions = Table(
-    "sessions",
-    metadata,
-    Column("session_id", String(200), primary_key=True),
-    Column("owner", String(64), nullable=False, index=True),
-    Column("created", Double, nullable=False),
-    Column("touched", Double, nullable=False),
-    Column("finished", Double),
-    Column("facts", JSON, nullable=False),
+    "sessions", metadata, _key("session_id", 200), _owner(), *_life(), Column("finished", Double), *_plain("facts")
 )
 
 runs = Table(
     "runs",
     metadata,
-    Column("model_id", String(200), primary_key=True),
-    Column("owner", String(64), nullable=False, index=True),
-    Column("session_id", String(200), nullable=False, index=True),
-    Column("created", Double, nullable=False),
-    Column("touched", Double, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("base", Text, nullable=False, default=""),
-    Column("steps", BigInteger, nullable=False, default=0),
-    Column("next_seq", BigInteger, nullable=False, default=0),
-    Column("covered", BigInteger, nullable=False, default=-1),
-    Column("covered_before", BigInteger, nullable=False, default=-1),
+    _key("model_id", 200),
+    _owner(),
+    _session(),
+    *_life(),
+    _text("state", 16),
+    _text("base", default=""),
+    _count("steps"),
+    _count("next_seq"),
+    _count("covered", -1),
+    _count("covered_before", -1),
     Column("published", Text),
-    Column("facts", JSON, nullable=False),
-    Column("info", JSON, nullable=False),
+    *_plain("facts", "info"),
 )
 
 samplers = Table(
     "samplers",
     metadata,
-    Column("sampler_id", String(200), primary_key=True),
-    Column("owner", String(64), nullable=False, index=True),
-    Column("session_id", String(200), nullable=False, index=True),
-    Column("created", Double, nullable=False),
-    Column("touched", Double, nullable=False),
-    Column("base", Text, nullable=False, default=""),
+    _key("sampler_id", 200),
+    _owner(),
+    _session(),
+    *_life(),
+    _text("base", default=""),
     Column("path", Text),
     Column("model_id", String(200), index=True),
     Column("folder", Text),
-    Column("kind", String(16), nullable=False),
-    Column("facts", JSON, nullable=False),
+    _text("kind", 16),
+    *_plain("facts"),
 )
 
 checkpoints = Table(
     "checkpoints",
     metadata,
-    Column("path", String(600), primary_key=True),
-    Column("model_id", String(200), nullable=False, index=True),
-    Column("owner", String(64), nullable=False, index=True),
-    Column("kind", String(20), nullable=False),
-    Column("name", String(300), nullable=False),
-    Column("folder", Text, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("steps", BigInteger, nullable=False, default=0),
-    Column("bytes", BigInteger, nullable=False, default=0),
+    _key("path", 600),
+    _text("model_id", 200, index=True),
+    _owner(),
+    _text("kind", 20),
+    _text("name", 300),
+    _text("folder"),
+    _time("created"),
+    _count("steps"),
+    _count("bytes"),
     Column("expires", Double, index=True),
     Column("public", Boolean, nullable=False, default=False),
-    Column("base", Text, nullable=False, default=""),
-    Column("facts", JSON, nullable=False),
+    _text("base", default=""),
+    *_plain("facts"),
     Column("version", Text),
-    Column("registration", String(16), nullable=False, default="none"),
+    _text("registration", 16, default="none"),
 )
 
 keys = Table(
     "keys",
     metadata,
-    Column("key_id", String(64), primary_key=True),
-    Column("name", String(200), nullable=False, unique=True),
-    Column("secret_digest", String(64), nullable=False, unique=True),
-    Column("created", Double, nullable=False),
+    _key("key_id", 64),
+    _text("name", 200, unique=True),
+    _text("secret_digest", 64, unique=True),
+    _time("created"),
     Column("requests_per_minute", BigInteger),
     Column("queue", BigInteger),
     Column("revoked", Double),
@@ -154,25 +184,20 @@ keys = Table(
 minutes = Table(  # accepted requests of a key, by minute
     "minutes",
     metadata,
-    Column("owner", String(64), primary_key=True),
+    _key("owner", 64),
     Column("minute", BigInteger, primary_key=True, autoincrement=False),
-    Column("accepted", BigInteger, nullable=False),
+    _count("accepted", None),
 )
 
 audit = Table(
     "audit",
     metadata,
     Column("place", _BIG, primary_key=True, autoincrement=True),
-    Column("time", Double, nullable=False),
-    Column("owner", String(64), nullable=False, index=True),
-    Column("action", String(64), nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("detail", Text, nullable=False),
+    _time("time"),
+    _owner(),
+    _text("action", 64),
+    _text("subject"),
+    _text("detail"),
 )
 
-counters = Table(
-    "counters",
-    metadata,
-    Column("name", String(64), primary_key=True),
-    Column("value", BigInteger, nullable=False),
-)
+counters = Table("counters", metadata, _key("name", 64), _count("value", None))

@@ -18,9 +18,9 @@ from flows.service.wire.bodies import (
     SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
-    read_body,
 )
 from flows.service.wire.heads import parse_forward_backward
+from flows.service.wire.json_body import read_body
 from flows.service.wire.sample_bodies import decode_sample
 from flows.service.wire.tinker_paths import TinkerPath, check_name, parse_path
 from rl_core.errors import ServiceError

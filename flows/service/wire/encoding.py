@@ -11,7 +11,8 @@ import numpy as np
 
 from flows.service.commands import Result, SamplerOpened
 from flows.service.wire.arrays import DTYPES, add_records, write_tensor
-from flows.service.wire.bodies import SampleBody, TensorBody, read_body
+from flows.service.wire.bodies import SampleBody, TensorBody
+from flows.service.wire.json_body import read_body
 from flows.service.wire.message_table import STOP_REASONS, message
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult, TopLogprobs
 

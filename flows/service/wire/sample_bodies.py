@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flows.service.wire.arrays import MOST_DENSE
-from flows.service.wire.bodies import Prompt, SampleBody, SamplingBody, TensorBody, read_body
+from flows.service.wire.bodies import Prompt, SampleBody, SamplingBody, TensorBody
+from flows.service.wire.json_body import read_body
 from rl_core.errors import ServiceError
 from rl_core.service.input_checks import NO_TARGET
 from rl_core.service.requests import SampleParameters, SampleRequest, dense_rows

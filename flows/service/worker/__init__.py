@@ -9,4 +9,5 @@ weights_on_disk  saved paths
 service_folder   names of files and folders
 saved_versions   saved paths as versions of the model registry
 upkeep           expiry, between rounds
+worker_parts     engine, store, folder and saved weights, which all of them share
 """

@@ -22,7 +22,7 @@ from flows.service.commands import (
     UnloadModel,
     WeightsSaved,
 )
-from flows.service.store import Answer, ServiceStore, StoredRequest
+from flows.service.store import Answer, StoredRequest
 from flows.service.store.records import line_of
 from flows.service.store.work import RequestOutcome
 from flows.service.wire.decoding import decode
@@ -31,13 +31,12 @@ from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import Round
 from flows.service.worker.run_metrics import RunMetrics
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk, model_facts
+from flows.service.worker.weights_on_disk import model_facts
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, ServiceError
 from rl_core.memory import first_line
-from rl_core.service.answers import ForwardBackwardResult
-from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
-from rl_core.service.training_engine import TrainingEngine
+from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
+from rl_core.service.requests import CreateModel
 from rl_core.storage.faults import fault
 
 __all__ = ["Computing"]
@@ -52,17 +51,8 @@ MOST_DEATHS = 24
 class Computing:
     """Engine, runs and samplers in memory, and the store that gets the answers."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        store: ServiceStore,
-        folder: ServiceFolder,
-        weights: WeightsOnDisk,
-        runs: LiveRuns,
-        samplers: LiveSamplers,
-        metrics: RunMetrics,
-    ) -> None:
-        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
+    def __init__(self, parts: WorkerParts, runs: LiveRuns, samplers: LiveSamplers, metrics: RunMetrics) -> None:
+        self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
         self._runs, self._samplers, self._metrics = runs, samplers, metrics
         self._tries: dict[str, int] = {}  # of requests that met a refusal
 
@@ -73,9 +63,13 @@ class Computing:
             if is_stopping():
                 return number
             for request in self._store.claim([request_id]):
-                self._single(request)
+                if request.kind == "optim_step":  # one that is suspected of ending workers
+                    self._updates([request])
+                else:
+                    self._single(request)
                 number += 1
-        for ids, step in ((chosen.passes, self._passes), (chosen.samples, self._samples)):
+        groups = (chosen.updates, self._updates), (chosen.passes, self._passes), (chosen.samples, self._samples)
+        for ids, step in groups:
             if ids and not is_stopping():
                 place = {request_id: index for index, request_id in enumerate(ids)}
                 requests = sorted(self._store.claim(ids), key=lambda request: place[request.request_id])
@@ -120,12 +114,6 @@ class Computing:
         if isinstance(command, LoadWeights):
             return self._loaded(command, request)
         self._runs.need(request.target)
-        if isinstance(command, OptimStep):
-            begun = time.perf_counter()
-            stepped = self._engine.optim_step(command)
-            steps = self._engine.model_info(request.target).steps
-            self._metrics.stepped(request.target, stepped.metrics, steps, time.perf_counter() - begun)
-            return self._answered(request, stepped, run={"steps": steps})
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish(command, request)
             answer = SamplerOpened(sampler_id=command.sampler_id)
@@ -157,40 +145,54 @@ class Computing:
 
     # -- together ------------------------------------------------------------------------------------------------------
 
+    def _updates(self, requests: Sequence[StoredRequest]) -> None:
+        """Updates of several runs, one of each."""
+
+        def outcome(request: StoredRequest, answer: OptimStepResult, seconds: float) -> RequestOutcome:
+            steps = self._engine.model_info(request.target).steps
+            self._metrics.stepped(request.target, answer.metrics, steps, seconds / len(requests))
+            return self._answered(request, answer, run={"steps": steps})
+
+        self._together(requests, self._runs.need, self._engine.optim_steps, outcome)
+
     def _passes(self, requests: Sequence[StoredRequest]) -> None:
         """Forward and backward passes of several runs."""
-        runs = {request.target for request in requests}
 
-        def ready(request: StoredRequest) -> Any:
-            command = self._decoded(request)
-            self._runs.need(request.target, runs)
-            return command
+        def outcome(request: StoredRequest, answer: ForwardBackwardResult, seconds: float) -> RequestOutcome:
+            self._metrics.passed(request.target, answer.metrics, seconds)
+            return self._answered(request, answer)
 
-        self._together(requests, ready, self._engine.forward_backward)
+        self._together(requests, self._runs.need, self._engine.forward_backward, outcome)
 
     def _samples(self, requests: Sequence[StoredRequest]) -> None:
         """Samples of several samplers."""
-        samplers = {request.target for request in requests}
 
-        def ready(request: StoredRequest) -> Any:
-            command = self._decoded(request)
-            self._samplers.need(request.target, samplers)
-            return command
+        def outcome(request: StoredRequest, answer: Result, seconds: float) -> RequestOutcome:
+            return self._answered(request, answer)
 
-        self._together(requests, ready, self._engine.sample)
+        self._together(requests, self._samplers.need, self._engine.sample, outcome)
 
     def _together(
         self,
         requests: Sequence[StoredRequest],
-        ready: Callable[[StoredRequest], Any],
+        need: Callable[[str, set[str]], None],
         compute: Callable[[list[Any]], Sequence[Any]],
+        outcome: Callable[[StoredRequest, Any, float], RequestOutcome],
     ) -> None:
-        """Give what is valid to the engine in one call."""
+        """Give what is valid to the engine in one call, and store all answers in one transaction.
+
+        Args:
+            need: has a target in memory, while the others stay there.
+            outcome: of a request, its answer, and the seconds of the call.
+        """
+        targets = {request.target for request in requests}
         outcomes: dict[str, RequestOutcome] = {}
-        given: list[tuple[StoredRequest, ForwardBackward | SampleRequest]] = []
+        given: list[tuple[StoredRequest, Any]] = []
         for request in requests:
             try:
-                given.append((request, ready(request)))
+                command: Any = self._decoded(request)
+                need(request.target, targets)
+                given.append((request, command))
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         begun = time.perf_counter()
@@ -203,9 +205,7 @@ class Computing:
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                outcomes[request.request_id] = self._answered(request, answer)
-                if isinstance(answer, ForwardBackwardResult):
-                    self._metrics.passed(request.target, answer.metrics, seconds)
+                outcomes[request.request_id] = outcome(request, answer, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
         self._finish([(request, outcomes[request.request_id]) for request in requests])

@@ -25,6 +25,7 @@ from flows.service.worker.saved_versions import SavedVersions
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.upkeep import Upkeep
 from flows.service.worker.weights_on_disk import WeightsOnDisk
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.settings import ServiceSettings
@@ -50,14 +51,13 @@ class EngineProcess:
         engine = TrainingEngine(settings.engine)
         self._most, self._most_runs = settings.worker.batch_requests, settings.engine.max_runs
         weights = WeightsOnDisk(engine, store, self._folder, settings.worker)
-        most_samplers = min(settings.worker.samplers_in_memory, settings.engine.max_samplers)
-        self._runs = LiveRuns(engine, store, self._folder, weights, settings.worker)
-        self._samplers = LiveSamplers(engine, store, self._folder, weights, most_samplers)
+        parts = WorkerParts(engine, store, self._folder, weights, settings)
+        self._runs, self._samplers = LiveRuns(parts), LiveSamplers(parts)
         self._runs.when_unloaded = self._samplers.drop_inflight
         self._metrics = RunMetrics(settings, self._folder.root)
-        self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers, self._metrics)
-        self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
-        self._versions = SavedVersions(engine, store, self._folder, weights, settings)
+        self._computing = Computing(parts, self._runs, self._samplers, self._metrics)
+        self._upkeep = Upkeep(parts, self._runs, self._samplers)
+        self._versions = SavedVersions(parts)
         self._stopping = threading.Event()
 
     def stop(self) -> None:

@@ -16,17 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.service.commands import LoadWeights, WeightsLoaded
-from flows.service.store import ServiceStore, StoredRequest, TrainingRunRecord
+from flows.service.store import StoredRequest, TrainingRunRecord
 from flows.service.wire.decoding import decode
 from flows.service.wire.encoding import encode
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import CheckpointError, ServiceError
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep
 from rl_core.service.saved_weights import read_state
-from rl_core.service.training_engine import TrainingEngine
-from rl_core.settings import ServiceWorkerSettings
 from rl_core.storage.faults import fault
 
 __all__ = ["LiveRuns"]
@@ -48,16 +45,9 @@ class _Live:
 class LiveRuns:
     """The runs that are in memory."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        store: ServiceStore,
-        folder: ServiceFolder,
-        weights: WeightsOnDisk,
-        settings: ServiceWorkerSettings,
-    ) -> None:
-        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
-        self._settings = settings
+    def __init__(self, parts: WorkerParts) -> None:
+        self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
+        self._settings = parts.settings.worker
         self._live: dict[str, _Live] = {}
         self.when_unloaded: Callable[[str], None] = lambda model_id: None
 

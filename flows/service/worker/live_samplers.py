@@ -8,12 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.service.commands import OpenSampler, SaveForSampler
-from flows.service.store import SamplerRecord, ServiceStore, StoredRequest
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk
+from flows.service.store import SamplerRecord, StoredRequest
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import ServiceError
 from rl_core.service.requests import CreateSampler
-from rl_core.service.training_engine import TrainingEngine
 from rl_core.storage.faults import fault
 
 __all__ = ["LiveSamplers"]
@@ -24,11 +22,9 @@ HOUR = 3600.0
 class LiveSamplers:
     """The samplers that are in memory, at most so many."""
 
-    def __init__(
-        self, engine: TrainingEngine, store: ServiceStore, folder: ServiceFolder, weights: WeightsOnDisk, most: int
-    ) -> None:
-        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
-        self._most = most
+    def __init__(self, parts: WorkerParts) -> None:
+        self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
+        self._most = min(parts.settings.worker.samplers_in_memory, parts.settings.engine.max_samplers)
         self._live: dict[str, str | None] = {}  # -> run of an in-flight one; the one used longest ago first
 
     def need(self, sampler_id: str, others: set[str]) -> None:

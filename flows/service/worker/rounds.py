@@ -1,8 +1,8 @@
 """Choice of what is computed together, from the requests that are ready.
 
-A round: of every run the next request that is no forward_backward, and new samplers; then every run's next
-forward_backwards in one batch; then samples in one batch. So the runs' passes fall together although each is at another
-point of its loop, and training and sampling take turns.
+A round: of every run the next request that is no forward_backward, and new samplers, updates of all runs together;
+then every run's next forward_backwards in one batch; then samples in one batch. So the runs' passes fall together
+although each is at another point of its loop, and training and sampling take turns.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ALONE = 3  # deaths of workers after which a request is computed by itself: it m
 
 @dataclass(slots=True)
 class Round:
-    """Request ids of the three steps, each in the order of acceptance."""
+    """Request ids of the four steps, each in the order of acceptance."""
 
     single: list[str] = field(default_factory=list)  # computed one by one
+    updates: list[str] = field(default_factory=list)  # optim_step, together
     passes: list[str] = field(default_factory=list)  # forward_backward, together
     samples: list[str] = field(default_factory=list)  # together
 
@@ -49,7 +50,8 @@ def choose(ready: Iterable[Ready], most: int, most_runs: int) -> Round:
         chain.sort(key=lambda one: one.seq)
         start = 0
         if chain[0].kind != "forward_backward":
-            found.single.append(chain[0].request_id)
+            is_update = chain[0].kind == "optim_step" and chain[0].deaths < ALONE
+            (found.updates if is_update else found.single).append(chain[0].request_id)
             start = 1
         for one in chain[start:]:
             if one.kind != "forward_backward":

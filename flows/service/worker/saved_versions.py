@@ -13,12 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-from flows.service.store import CheckpointRecord, ServiceStore
-from flows.service.worker.service_folder import ServiceFolder
-from flows.service.worker.weights_on_disk import WeightsOnDisk
+from flows.service.store import CheckpointRecord
+from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, PosttrainError, ServiceError
-from rl_core.service.training_engine import TrainingEngine
-from rl_core.settings import ServiceSettings
 from rl_core.storage.faults import fault
 from tasks.tracking import Tracking
 
@@ -37,16 +34,9 @@ def registered_name(prefix: str, base: str) -> str:
 class SavedVersions:
     """Registration of saved paths, one at a time, the oldest first."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        store: ServiceStore,
-        folder: ServiceFolder,
-        weights: WeightsOnDisk,
-        settings: ServiceSettings,
-    ) -> None:
-        self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
-        self._settings = settings
+    def __init__(self, parts: WorkerParts) -> None:
+        self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
+        self._settings = parts.settings
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
 

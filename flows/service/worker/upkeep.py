@@ -6,11 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from flows.service.store import ServiceStore
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
-from flows.service.worker.weights_on_disk import WeightsOnDisk
-from rl_core.settings import ServiceWorkerSettings
+from flows.service.worker.worker_parts import WorkerParts
 
 __all__ = ["Upkeep"]
 
@@ -24,15 +22,13 @@ class Upkeep:
 
     def __init__(
         self,
-        store: ServiceStore,
-        weights: WeightsOnDisk,
+        parts: WorkerParts,
         runs: LiveRuns,
         samplers: LiveSamplers,
-        settings: ServiceWorkerSettings,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._weights, self._runs, self._samplers = store, weights, runs, samplers
-        self._settings, self._clock = settings, clock
+        self._store, self._weights, self._runs, self._samplers = parts.store, parts.weights, runs, samplers
+        self._settings, self._clock = parts.settings.worker, clock
         self._next = time.monotonic() + SECONDS
 
     def when_due(self) -> None:

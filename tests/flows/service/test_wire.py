@@ -8,10 +8,11 @@ import pytest
 
 from flows.service.commands import LoadWeights, OpenSampler, SaveForSampler, SaveWeights
 from flows.service.wire import arrays, heads
-from flows.service.wire.bodies import CreateSession, read_body
 from flows.service.wire.decoding import decode
+from flows.service.wire.directory_bodies import CreateSession
 from flows.service.wire.encoding import encode
 from flows.service.wire.heads import forward_backward_head
+from flows.service.wire.json_body import read_body
 from flows.service.wire.message_table import message
 from flows.service.wire.tinker_paths import parse_path
 from rl_core.errors import ServiceError

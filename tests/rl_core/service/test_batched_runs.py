@@ -14,7 +14,9 @@ from rl_core.service import batched_pass, pass_planner
 from rl_core.service.requests import CreateModel, Datum
 
 RUNS = {"a": 4, "b": 1, "c": 16}  # different ranks side by side
-needs_compiled_code = pytest.mark.skipif(gemm.load() is None, reason="needs compiled matrix products")
+needs_compiled_code = pytest.mark.skipif(
+    (gemm.load_tiles() or gemm.load_vectors()) is None, reason="needs compiled matrix products"
+)
 
 
 def requests_of(name, index, **more):

@@ -36,7 +36,7 @@ def tokens(answer):
 def logits_of(engine, ids, sampler="base"):
     """Logits at every position by transformers' own forward pass over the sampler's weights."""
     found = engine._samplers[sampler]
-    with found.base.holding(found.weights()) as model, torch.no_grad():
+    with found.base.holding(found.weights.merged()) as model, torch.no_grad():
         return model(torch.from_numpy(np.asarray(ids, dtype=np.int64))[None], use_cache=False).logits[0].double()
 
 
