@@ -47,7 +47,7 @@ class EngineProcess:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
-        engine = TrainingEngine(settings.engine)
+        engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
         self._most, self._most_runs = settings.worker.batch_requests, settings.engine.max_runs
         weights = WeightsOnDisk(engine, store, self._folder, settings.worker)
         most_samplers = min(settings.worker.samplers_in_memory, settings.engine.max_samplers)
