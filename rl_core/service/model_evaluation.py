@@ -187,7 +187,8 @@ def _sampled(
 
 
 def _of_prompt(base: ServedBase, sequences: Sequence[SampledSequence]) -> Mapping[str, float]:
-    words = [base.tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True).split() for one in sequences]
+    texts = [str(base.tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True)) for one in sequences]
+    words = [text.split() for text in texts]
     count = len(sequences)
     found = {f"distinct {order}": distinct_ngrams(words, int(order)) for order in ORDERS}
     if count > 1:

@@ -85,8 +85,8 @@ def _of_model(
             )
         if len(tokens) >= limits.context:
             refuse(
-                f"data[{index}]: {len(tokens) + 1} tokens with the last target, and '{checked.reference}' has a context "
-                f"of {limits.context}"
+                f"data[{index}]: {len(tokens) + 1} tokens with the last target, and '{checked.reference}' takes "
+                f"{limits.context}"
             )
         rows.append([*tokens.tolist(), int(targets[-1])])
     return models.logprobs(checked.reference, rows, temperature)

@@ -28,18 +28,22 @@ from rl_core.service.status_answers import EvaluationPromise
 __all__ = ["add_evaluate_routes"]
 
 SEQ_BITS = 52  # of an evaluation's number, which JSON's readers keep exactly
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EvaluateBody"}}},
-    }
-}
+
+
+def _described() -> dict[str, Any]:
+    """The body for OpenAPI; it is read within bounds by the route itself, so the framework does not know it."""
+    schema = EvaluateBody.model_json_schema()
+    parts = schema.pop("$defs")
+    for name, field in schema["properties"].items():
+        if "$ref" in field:
+            schema["properties"][name] = {**parts[field["$ref"].rpartition("/")[2]], "default": field["default"]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def add_evaluate_routes(router: APIRouter, server: Server) -> None:
     """Add the routes."""
 
-    @router.post("/runs/{run_id}/evaluate", status_code=202, openapi_extra=_BODY)
+    @router.post("/runs/{run_id}/evaluate", status_code=202, openapi_extra=_described())
     async def evaluate(request: Request, run_id: str) -> EvaluationPromise:
         """Queue an evaluation of saved weights or base models; the run's training is left as it is."""
         caller = await server.caller(request)

@@ -65,7 +65,7 @@ def _result(server: Server, found: StoredRequest, asked: RetrieveFuture) -> Resp
         raise Refused(410, f"the result of {found.request_id} was fetched, or has expired, and is forgotten")
     if asked.allow_metadata_only and len(found.answer) > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": len(found.answer)})
-    server.fetched[found.request_id] = time.time()
+    server.fetched[found.request_id] = time.monotonic()
     return Response(found.answer, media_type=_TYPES[found.answer_type])
 
 

@@ -114,7 +114,6 @@ class Computing:
             return self._answered(request, ModelMade(model_id=request.target), run=self._birth(request.target))
         if isinstance(command, UnloadModel):
             self._runs.drop(request.target)
-            self._metrics.ended(request.target)
             return self._answered(request, ModelUnloaded(model_id=request.target), run={"state": "unloaded"})
         if isinstance(command, OpenSampler):
             row = self._samplers.open(command, request)

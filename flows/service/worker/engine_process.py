@@ -21,6 +21,7 @@ from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import choose
 from flows.service.worker.run_metrics import RunMetrics
+from flows.service.worker.run_trackers import RunTrackers
 from flows.service.worker.saved_versions import SavedVersions
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.upkeep import Upkeep
@@ -53,12 +54,18 @@ class EngineProcess:
         most_samplers = min(settings.worker.samplers_in_memory, settings.engine.max_samplers)
         self._runs = LiveRuns(engine, store, self._folder, weights, settings.worker)
         self._samplers = LiveSamplers(engine, store, self._folder, weights, most_samplers)
-        self._runs.when_unloaded = self._samplers.drop_inflight
-        self._metrics = RunMetrics(settings, self._folder.root)
+        self._runs.when_unloaded = self._unloaded
+        trackers = RunTrackers(settings, self._folder.root, store)
+        self._metrics = RunMetrics(settings, self._folder.root, trackers)
         self._computing = Computing(engine, store, self._folder, weights, self._runs, self._samplers, self._metrics)
         self._upkeep = Upkeep(store, weights, self._runs, self._samplers, settings.worker)
-        self._versions = SavedVersions(engine, store, self._folder, weights, settings)
+        self._versions = SavedVersions(engine, store, self._folder, weights, settings.worker, trackers)
         self._stopping = threading.Event()
+
+    def _unloaded(self, model_id: str) -> None:
+        """A run has left memory, saved or not."""
+        self._samplers.drop_inflight(model_id)
+        self._metrics.ended(model_id)
 
     def stop(self) -> None:
         """Let `run` end after what it is computing; any thread, also a signal handler."""

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 from flows.service.store import CheckpointRecord, ServiceStore
+from flows.service.worker.run_trackers import RunTrackers
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.weights_on_disk import WeightsOnDisk
 from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.service.training_engine import TrainingEngine
-from rl_core.settings import ServiceSettings
+from rl_core.settings import ServiceWorkerSettings
 from rl_core.storage.faults import fault
-from tasks.tracking import Tracking
 
 __all__ = ["SavedVersions", "registered_name"]
 
@@ -43,16 +43,17 @@ class SavedVersions:
         store: ServiceStore,
         folder: ServiceFolder,
         weights: WeightsOnDisk,
-        settings: ServiceSettings,
+        settings: ServiceWorkerSettings,
+        trackers: RunTrackers,
     ) -> None:
         self._engine, self._store, self._folder, self._weights = engine, store, folder, weights
-        self._settings = settings
+        self._settings, self._trackers = settings, trackers
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
 
     def step(self) -> None:
         """Begin with the next path, if one waits and none is being sent."""
-        if self._settings.worker.registered == "none" or time.monotonic() < self._not_before:
+        if self._settings.registered == "none" or time.monotonic() < self._not_before:
             return
         if self._thread is not None and self._thread.is_alive():
             return
@@ -89,21 +90,16 @@ class SavedVersions:
 
     def _version(self, record: CheckpointRecord, staging: Path) -> str:
         """The version of an exported folder, NAME/NUMBER. Raises: BackendError while the store is away."""
-        name = registered_name(self._settings.worker.registered_name, record.base)
-        tracking = Tracking(self._settings.mlflow or None, self._folder.root, "service")
+        name = registered_name(self._settings.registered_name, record.base)
         tags = {
             "stage": "service", "service.path": record.path, "service.run": record.model_id, "base_model": record.base,
             "service.owner": record.owner, "service.optimizer": record.facts.get("optimizer"),
             **{f"service.user.{key}": value for key, value in (record.facts.get("user_metadata") or {}).items()},
         }  # fmt: skip
-        run = tracking.start_run(
-            record.model_id, self._folder.root / "tracking" / record.model_id,
-            tags={"service.run": record.model_id, "base_model": record.base}, params=record.facts,
-        )  # fmt: skip
-        with run:
+        with self._trackers.using(record.model_id) as run:
             number = run.log_model(staging, "policy", name, tags=tags, step=record.steps, description=record.path)
         if number is None:
-            raise BackendError(f"the store of the model registry at {tracking.uri} does not answer")
+            raise BackendError(f"the store of the model registry at {self._trackers.address} does not answer")
         return f"{name}/{number}"
 
     def _failed(self, record: CheckpointRecord, error: Exception) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from flows.service.store import ServiceStore
 from flows.service.worker.live_runs import LiveRuns
@@ -29,10 +28,9 @@ class Upkeep:
         runs: LiveRuns,
         samplers: LiveSamplers,
         settings: ServiceWorkerSettings,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._weights, self._runs, self._samplers = store, weights, runs, samplers
-        self._settings, self._clock = settings, clock
+        self._settings = settings
         self._next = time.monotonic() + SECONDS
 
     def when_due(self) -> None:
@@ -46,7 +44,7 @@ class Upkeep:
         settings = self._settings
         self._store.expire(result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds)
         gone = self._weights.remove_expired()
-        gone += self._samplers.remove_unused(settings.sampler_seconds, self._clock())
+        gone += self._samplers.remove_unused(settings.sampler_seconds, self._store.now())
         if gone:
             log.info("removed: %s", ", ".join(gone))
         if idle := self._runs.unload_idle():

@@ -53,7 +53,7 @@ def served(tmp_path_factory, base_folder):
     """(address, key, folder that holds the base model) of a running service."""
     folder = tmp_path_factory.mktemp("served")
     port = next(number for number in range(8400, 8500) if is_free(number))
-    values = {"folder": str(folder / "service"), "server": {"port": port},
+    values = {"folder": str(folder / "service"), "mlflow_runs": False, "server": {"port": port},
               "engine": {"bases": {"base": str(base_folder)}, "device": "cpu"}}  # fmt: skip
     settings = service_settings(values)
     store = ServiceStore(settings.store_url)

@@ -18,12 +18,12 @@ def test_distinct_ngrams_by_hand():
 
 
 def test_self_bleu_by_hand():
-    one, two = "a b c d".split(), "a b c e".split()
+    one, two = ["a", "b", "c", "d"], ["a", "b", "c", "e"]
     # 3 of 4 unigrams; smoothed: (2 + 1) / (3 + 1) bigrams, (1 + 1) / (2 + 1) trigrams, (0 + 1) / (1 + 1) of order 4
     expected = (3 / 4 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25
     assert self_bleu([one, two]) == pytest.approx(expected, rel=1e-12)
     assert self_bleu([one, one, one]) == pytest.approx(1.0, rel=1e-12)
-    assert self_bleu([one, "e f g h".split()]) == 0.0
+    assert self_bleu([one, ["e", "f", "g", "h"]]) == 0.0
     # clipped: "a" occurs once in the reference, so 1 of 3 unigrams; bigrams (0 + 1) / (2 + 1); brevity 1 (3 > 1)
     # and the other way round: its only unigram matches, exp(1 - 3 / 1)
     expected = (math.sqrt(1 / 3 * 1 / 3) + math.exp(-2)) / 2

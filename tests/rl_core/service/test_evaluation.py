@@ -5,13 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.model_tokenizer import make_tokenizer
 from helpers.service import CONTEXT, VOCAB, loss_request, make_base, make_engine, new_run, random_data, step_request
 from scipy.special import log_softmax
+from transformers import LlamaForCausalLM
 
 from rl_core.analysis.diversity import self_bleu
 from rl_core.errors import ServiceError
+from rl_core.inference.sampling import sequence_seed
+from rl_core.models import causal_lm
 from rl_core.service.evaluation_requests import EvaluateRequest
-from rl_core.service.requests import CreateSampler, SampleParameters, SampleRequest
+from rl_core.service.requests import AdapterConfig, CreateModel, CreateSampler, SampleParameters, SampleRequest
+from rl_core.service.saved_weights import read_state, sampling_weights
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.settings import ReferenceSettings, ServiceEngineSettings
 
@@ -61,8 +66,6 @@ def ask(engine, saved, **more):
 def test_texts_have_the_numbers_of_float64(engine, saved):
     found = ask(engine, saved)
     base = engine._base("base")
-    from rl_core.service.saved_weights import read_state, sampling_weights
-
     sums = []
     for row in rows():
         with base.holding(sampling_weights(base, read_state(saved))) as model:
@@ -97,7 +100,7 @@ def test_a_model_against_itself(engine, saved):
     assert (compared.better, compared.worse, compared.p_value, compared.perplexity_ratio.value) == (0, 0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("own_process_gib", [8.0, 0.0])
+@pytest.mark.parametrize("own_process_gib", [8.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_reference_model_has_the_numbers_of_a_base_model(engine, base_folder, other_folder, saved, own_process_gib):
     """In this process and in one of its own; the tied base model is the same files."""
     expected = ask(engine, saved, against="tied")
@@ -116,8 +119,6 @@ def test_samples_are_those_of_a_sampler(engine, saved):
     prompts = (np.array([3, 4]), "a b", np.array([9]))
     found = ask(engine, saved, texts=(), prompts=prompts, num_samples=3, parameters=parameters, seed=5)
     assert found.rows is None and found.text is None and found.samples == 3
-    from rl_core.inference.sampling import sequence_seed
-
     engine.create_sampler(CreateSampler(sampler_id="s", folder=saved))
     tokenizer = engine._base("base").tokenizer
     answers = engine.sample([
@@ -172,11 +173,6 @@ def test_refusals(engine, saved, more, message):
 
 
 def test_other_tokens_are_refused(engine, saved, tmp_path, base_folder):
-    from helpers.model_tokenizer import make_tokenizer
-    from transformers import LlamaForCausalLM
-
-    from rl_core.models import causal_lm
-
     causal_lm.save(LlamaForCausalLM.from_pretrained(base_folder), make_tokenizer(VOCAB - 7), tmp_path / "odd")
     other = TrainingEngine(engine.settings, ReferenceSettings(precision="full"), {"odd": str(tmp_path / "odd")})
     with pytest.raises(ServiceError, match="'odd' has another tokenizer than base model 'base'"):
@@ -234,8 +230,6 @@ def test_the_service_fills_in_the_reference(engine, reference):
 
 def test_the_base_is_the_adapter_switched_off(base_folder):
     """A run that has learned nothing yet is at KL 0, to the last bit, at every temperature."""
-    from rl_core.service.requests import AdapterConfig, CreateModel
-
     engine = make_engine(base_folder)
     engine.create_model(CreateModel(model_id="new", base="base", adapter=AdapterConfig(rank=4)))
     for temperature in (1.0, 0.5):
