@@ -8,6 +8,7 @@ import pytest
 from helpers.service_clients import create, loss, random_data, sample, update
 
 from flows.monitor import service_views
+from flows.monitor.charts import NONE
 from flows.monitor.choice import Choice
 from flows.monitor.reader import Reader
 from flows.monitor.views import TAB_NAMES, view
@@ -73,7 +74,7 @@ def test_queue_waits_rates_runs_and_errors(shown):
     assert tiles["errors"][0] == "1" and tiles["training runs"][0] == "1"
     assert tiles["requests/s"][0] == f"{1 / 65:.2f}"  # the one of the minute before, within 65 s
     kinds = {row[0]: row[1:] for row in rows_of(shown["kinds"])}
-    assert kinds["sample"][:2] == ["2", "1"] and kinds["sample"][2] == "–"
+    assert kinds["sample"][:2] == ["2", "1"] and kinds["sample"][2] == NONE
     assert kinds["create model"] == ["0", "0", "2.0 s", "2.0 s", "2.0 s", "3.0 s", "3.0 s", "3.0 s"]
     assert kinds["optim step"][2:5] == ["2 min 02 s", "3 min 02 s", "3 min 02 s"]
     (chart,) = shown["rates"]["charts"]

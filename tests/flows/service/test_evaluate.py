@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -95,6 +96,17 @@ def test_a_repeated_id_is_one_evaluation(service, client, trained):
     assert caught.value.category == "user"
     other = client.submit_evaluation(run, model=first, texts=TEXTS)
     assert other.request_id != one.request_id  # without an id it is a new one
+
+
+def test_the_example_of_the_client(service, client, trained, capsys):
+    specification = importlib.util.spec_from_file_location("example", ROOT / "examples" / "service_client.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    found = module.main(client, ["a b", "c d e"])
+    run, first, second = trained
+    assert (found.model, found.against) == (second, first) and found == module.main(client, ["a b", "c d e"])
+    shown = capsys.readouterr().out
+    assert f"{run}: 2 updates of an adapter of rank 4 over base" in shown and "likelier texts: tinker://" in shown
 
 
 def test_the_other_calls(service, client, trained):
