@@ -15,7 +15,7 @@ from flows.monitor.agent_views import OUTCOMES
 from flows.monitor.choice import Choice
 from flows.monitor.episodes import episode_files
 from flows.monitor.reader import Reader
-from flows.monitor.views import TABS, prefixes, view
+from flows.monitor.views import TAB_NAMES, prefixes, view
 
 __all__ = ["REFRESH_SECONDS", "build_page"]
 
@@ -49,7 +49,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         extra: dict[str, Any] = {}
         opened = {}
         with gr.Tabs():
-            for name in TABS:
+            for name in TAB_NAMES:
                 with gr.Tab(name.capitalize(), id=name) as item:
                     if name == "curves":
                         with gr.Row():

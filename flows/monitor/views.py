@@ -17,8 +17,9 @@ from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
+from flows.monitor.service_views import service
 
-__all__ = ["TABS", "prefixes", "view"]
+__all__ = ["TABS", "TAB_NAMES", "prefixes", "view"]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ ROUNDING = 1e-9  # relative differences below this are rounding
 def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     """{head, tab, blocks, version} for the browser; `version` changes with the blocks."""
     run = reader.run(choice.run)
+    if tab == SERVICE:
+        return _finish(_no_head(reader) if run is None else _head(run), tab, service(reader.output))
     if run is None:
         return _finish(_no_head(reader), tab, [_welcome(reader, choice)])
     stage = run.stage(choice.stage)
@@ -311,3 +314,5 @@ TABS: dict[str, Callable[[RunView, Runs, Choice], list[dict[str, Any]]]] = {
     "system": system,
     "export": export,
 }
+SERVICE = "service"  # of the output folder rather than of a run
+TAB_NAMES = (*list(TABS)[:-1], SERVICE, "export")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult
+from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
 
 __all__ = [
@@ -106,9 +108,9 @@ class ModelUnloaded(_OfRun):
 
 Command = (
     CreateModel | ForwardBackward | OptimStep | SampleRequest | SaveWeights | SaveForSampler | LoadWeights | OpenSampler
-    | UnloadModel
+    | UnloadModel | EvaluateRequest
 )  # fmt: skip
 Result = (
     ForwardBackwardResult | OptimStepResult | SampleResult | ModelMade | WeightsSaved | WeightsLoaded | SamplerOpened
-    | ModelUnloaded
+    | ModelUnloaded | Evaluation
 )  # fmt: skip

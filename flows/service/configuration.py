@@ -45,12 +45,19 @@ def service_settings(values: Mapping[str, Any]) -> ServiceSettings:
 
 
 def _with_places(settings: ServiceSettings, folder: Path) -> ServiceSettings:
-    """Absolute folders; a base model that is no folder here is a name of the hub."""
-    bases = {}
-    for name, place in settings.engine.bases.items():
-        found = next((path for path in (Path(place), folder / place) if path.is_dir()), None)
-        if found is None and (place.startswith((".", "/", "~")) or place.count("/") > 1):
-            raise SettingsError(f"engine.bases.{name}: {place} is no folder")
-        bases[name] = place if found is None else str(found.resolve())
-    engine = dataclasses.replace(settings.engine, bases=bases)
-    return dataclasses.replace(settings, folder=str(Path(settings.folder).resolve()), engine=engine)
+    """Absolute folders; a model that is no folder here is a name of the hub."""
+    engine = dataclasses.replace(settings.engine, bases=_places("engine.bases", settings.engine.bases, folder))
+    models = _places("reference_models", settings.reference_models, folder)
+    root = str(Path(settings.folder).resolve())
+    return dataclasses.replace(settings, folder=root, engine=engine, reference_models=models)
+
+
+def _places(key: str, named: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Model folders as absolute paths. Raises: SettingsError."""
+    found = {}
+    for name, place in named.items():
+        path = next((path for path in (Path(place), folder / place) if path.is_dir()), None)
+        if path is None and (place.startswith((".", "/", "~")) or place.count("/") > 1):
+            raise SettingsError(f"{key}.{name}: {place} is no folder")
+        found[name] = place if path is None else str(path.resolve())
+    return found

@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pydantic import BaseModel
+from rl_core.service.status_answers import KindStats
 
-__all__ = ["KindStats", "kind_stats", "quantile"]
+__all__ = ["kind_stats", "quantile"]
 
 QUANTILES = (0.5, 0.9, 0.99)
-
-
-class KindStats(BaseModel):
-    """Requests of one kind: how many wait and run, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
-
-    waiting: int
-    running: int
-    finished: int
-    waited_seconds: dict[str, float]
-    served_seconds: dict[str, float]
 
 
 def kind_stats(depths: dict[str, dict[str, int]], timings: list[tuple[str, float, float]]) -> dict[str, KindStats]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rl_core.analysis.diversity import distinct_ngrams
 from rl_core.errors import DataError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Loop",
     "Rate",
     "bootstrap_mean",
+    "bootstrap_ratio",
     "clustered_rate",
     "distinct_n",
     "entropy",
@@ -177,6 +179,38 @@ def bootstrap_mean(
     return Difference(float(counts @ values / total), float(low), float(high))
 
 
+def bootstrap_ratio(
+    sums_E: ArrayLike, sizes_E: ArrayLike, *, samples: int, seed: int, confidence: float = 0.95
+) -> Difference:
+    """Percentile bootstrap interval of sum(sums) / sum(sizes): a mean per token, resampled by texts.
+
+    Tokens of a text depend on each other, so whole texts are drawn. For two models the differences of their sums as
+    `sums_E` give the paired interval.
+    Args:
+        sums_E: float [E], sum over the tokens of each text. sizes_E: int [E], its tokens, at least 1.
+        samples, seed, confidence: as in `bootstrap_mean`.
+    Returns: Difference(ratio, low, high); of zero width for one text.
+    Raises: DataError if shapes differ, there is no text, a text has no token or a sum is not finite.
+    Source: Efron 1979, doi:10.1214/aos/1176344552; Koehn 2004, aclanthology.org/W04-3250 (paired form).
+    """
+    sums, sizes = np.asarray(sums_E, dtype=np.float64), np.asarray(sizes_E, dtype=np.float64)
+    _check_confidence(confidence)
+    if sums.shape != sizes.shape or sums.ndim != 1 or not len(sums) or samples < 1:
+        raise DataError(f"bootstrap_ratio: sums {sums.shape} and sizes {sizes.shape} must be vectors of one length")
+    if not np.isfinite(sums).all() or (sizes < 1).any():
+        raise DataError("bootstrap_ratio: sums must be finite, and every text needs a token")
+    texts = len(sums)
+    generator = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // texts)
+    ratios = np.empty(samples)
+    for start in range(0, samples, rows):
+        size = min(rows, samples - start)
+        drawn = generator.multinomial(texts, np.full(texts, 1 / texts), size=size)
+        ratios[start : start + size] = (drawn @ sums) / (drawn @ sizes)
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Difference(float(sums.sum() / sizes.sum()), float(low), float(high))
+
+
 def paired_bootstrap(
     a: ArrayLike, b: ArrayLike, samples: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Difference:
@@ -250,14 +284,7 @@ def distinct_n(texts: Iterable[str], n: int) -> float:
     It decreases with the amount of text: compare samples of equal size.
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
     """
-    seen: set[tuple[str, ...]] = set()
-    total = 0
-    for text in texts:
-        words = text.split()
-        grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-        seen.update(grams)
-        total += len(grams)
-    return len(seen) / total if total else 0.0
+    return distinct_ngrams((text.split() for text in texts), n)
 
 
 def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> Loop | None:

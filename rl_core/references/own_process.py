@@ -55,9 +55,18 @@ class ScorerProcess:
 
     def score(self, rows: Rows, temperature: float = 1.0) -> Answer:
         """See `Scorer`. Raises: BackendError where the process died twice."""
-        lengths = [len(row) for row in rows]
+        reply, values = self._answer(rows, {"temperature": temperature})
+        return split(values, reply["lengths"])
+
+    def logits(self, rows: Rows, begin: int, end: int) -> np.ndarray:
+        """See `ModelScorer.logits`. Raises: as `score`."""
+        _, values = self._answer(rows, {"begin": begin, "end": end})
+        return values.reshape(end - begin, -1).copy()
+
+    def _answer(self, rows: Rows, question: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+        """The child's answer about some rows; a child that died is started again once."""
         tokens = np.array([token for row in rows for token in row], dtype=np.int64)
-        head = {"lengths": lengths, "temperature": temperature}
+        head = {"lengths": [len(row) for row in rows], **question}
         with self._lock:
             try:
                 reply, values = self._ask(head, tokens)
@@ -69,7 +78,7 @@ class ScorerProcess:
                 except (EOFError, OSError) as error:
                     raise BackendError("the process of the reference model died twice (out of memory?)") from error
         _raise(reply)
-        return split(values, reply["lengths"])
+        return reply, values
 
     def close(self) -> None:
         """End the process; it is waited for."""

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rl_core.machine_memory import free_memory, machine_memory
@@ -77,6 +78,15 @@ class ReferencePool:
         """
         kept = self._kept(path, "policy")  # a name of its own, so that it counts as used until the end
         return kept.shared.score(rows, temperature)
+
+    def logits(self, path: str | Path, rows: Rows, begin: int, end: int) -> np.ndarray:
+        """Logits float32 [end - begin, V] of some positions of the rows that another token follows, one row after the
+        other; the states of the rows asked for last are kept, so chunk after chunk is cheap.
+
+        Raises: as `logprobs`.
+        """
+        kept = self._kept(path, "policy")
+        return kept.shared.alone(lambda: kept.scorer.logits(rows, begin, end))
 
     def scores(self, path: str | Path, rows: Rows) -> list[float]:
         """Scores of a reward model. Raises: as `logprobs`."""

@@ -44,6 +44,9 @@ def main(descriptor: int) -> None:
                 send(connection, {"bytes": weight_bytes(scorer.model)}, _NOTHING)
                 continue
             rows = [row.tolist() for row in split(tokens, head["lengths"])]
+            if "begin" in head:
+                send(connection, {}, scorer.logits(rows, head["begin"], head["end"]))
+                continue
             answer = scorer.score(rows, head["temperature"])
             values = np.concatenate([_NOTHING, *answer])
             send(connection, {"lengths": [len(row) for row in answer]}, values)

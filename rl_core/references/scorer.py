@@ -8,16 +8,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.capabilities import plain_head
+from rl_core.cpu.kernels import linear
+from rl_core.data.batches import attention_mask, micro_batches, pad_rows, unscored_batch
 from rl_core.errors import DataError
 from rl_core.memory import MemoryFit
 from rl_core.models import heads
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.hidden_states import hidden_states, model_inputs
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.types import TrainBatch
 
@@ -28,6 +31,7 @@ __all__ = ["Answer", "ModelScorer", "Rows", "Scorer", "SharedScorer"]
 
 Kind = Literal["policy", "reward_model"]
 Rows = Sequence[Sequence[int]]
+Result = TypeVar("Result")
 # Of each row: log p(token | tokens before), float32 [S - 1], of all tokens but the first; or its score, float32 [1].
 Answer = list[np.ndarray]
 
@@ -50,19 +54,51 @@ class ModelScorer:
         self._kind, self._pad_id, self._pass_tokens = kind, pad_id, pass_tokens
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
+        self._read: tuple[list[list[int]], torch.Tensor] | None = None  # rows asked for last, and their states
 
     def score(self, rows: Rows, temperature: float = 1.0) -> Answer:
         """See `Scorer`."""
+        self._check(rows)
+        if self._kind == "reward_model":
+            found = heads.score(self.model, rows, pad_id=self._pad_id, max_tokens=self._pass_tokens)
+            return [np.array([value], dtype=np.float32) for value in found]
+        return self._logprobs(rows, temperature)
+
+    def _check(self, rows: Rows) -> None:
         for index, row in enumerate(rows):
             if not len(row):
                 raise DataError(f"row {index} has no tokens to score")
             if not (min(row) >= 0 and max(row) < self._vocabulary):
                 raise DataError(f"row {index} holds token {_outside(row, self._vocabulary)}; there are those below "
                                 f"{self._vocabulary}")  # fmt: skip
-        if self._kind == "reward_model":
-            found = heads.score(self.model, rows, pad_id=self._pad_id, max_tokens=self._pass_tokens)
-            return [np.array([value], dtype=np.float32) for value in found]
-        return self._logprobs(rows, temperature)
+
+    @torch.no_grad()
+    def logits(self, rows: Rows, begin: int, end: int) -> np.ndarray:
+        """Logits float32 [end - begin, V] of positions that another token follows, counted over all rows."""
+        given = [list(row) for row in rows]
+        if self._read is None or self._read[0] != given:
+            self._check(given)
+            self._read = given, self._states(given)
+        found_NX = self._read[1][begin:end]
+        if plain_head(self.model).allowed:
+            head: Any = self.model.get_output_embeddings()
+            found_NX = linear(found_NX, [head.weight])
+            found_NX = found_NX if head.bias is None else found_NX + head.bias
+        return found_NX.float().cpu().numpy()
+
+    def _states(self, rows: list[list[int]]) -> torch.Tensor:
+        """Last hidden states [N, H], of which logits are made; the logits [N, V] where the head is no plain one."""
+        device, found = next(self.model.parameters()).device, []
+        with evaluating(self.model):
+            for row in rows:
+                batch = unscored_batch([row], self._pad_id).to(device)
+                if plain_head(self.model).allowed:
+                    states_SX = hidden_states(self.model, batch)[0]
+                else:
+                    states_SX = self.model(**model_inputs(self.model, batch), use_cache=False).logits
+                    states_SX = states_SX.reshape(len(row), -1)
+                found.append(states_SX[: len(row) - 1])
+        return torch.cat(found)
 
     @torch.no_grad()
     def _logprobs(self, rows: Rows, temperature: float) -> Answer:
@@ -126,6 +162,11 @@ class SharedScorer:
             raise asked.error
         assert asked.answer is not None
         return asked.answer
+
+    def alone(self, call: Callable[[], Result]) -> Result:
+        """A computation of another kind by the same scorer, while no request is computed."""
+        with self._turn:
+            return call()
 
     def _compute(self, chosen: list[_Asked]) -> None:
         try:

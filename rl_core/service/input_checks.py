@@ -21,6 +21,7 @@ from rl_core.settings import ServiceEngineSettings
 __all__ = ["CheckedRequest", "ModelLimits", "check_adam", "check_adapter", "check_forward_backward", "check_sample"]
 
 MAX_STOPS = 64
+REFERENCE = "reference"  # the one option that is a text
 NO_TARGET = -1  # of `SampleRequest.target_prompt_logprobs`
 
 
@@ -40,6 +41,7 @@ class CheckedRequest:
     options: dict[str, float]
     tokens: list[np.ndarray]  # int64 [T]
     inputs: list[dict[str, np.ndarray]]  # float32 or int64; optional ones are given for all datums or for none
+    reference: str = ""  # model whose log-probabilities are put into `ref_logprobs`; "" = none
 
 
 def refuse(message: str) -> NoReturn:
@@ -52,7 +54,8 @@ def check_forward_backward(
 ) -> CheckedRequest:
     """The request as arrays of one type each. Raises: ServiceError (user) for anything that cannot be computed."""
     loss = loss_named(request.loss_fn)
-    options = _options(loss, request.loss_fn_config)
+    reference = _reference(loss, request.loss_fn_config)
+    options = _options(loss, {name: value for name, value in request.loss_fn_config.items() if name != REFERENCE})
     if not request.data:
         refuse("data: a request needs at least one datum")
     if len(request.data) > settings.max_data:
@@ -71,7 +74,18 @@ def check_forward_backward(
             refuse(f"data[{index}].loss_fn_inputs: '{name}' has to be given for all datums or for none")
     if loss.is_paired:
         _check_pairs(inputs)
-    return CheckedRequest(loss, options, tokens, inputs)
+    return CheckedRequest(loss, options, tokens, inputs, reference)
+
+
+def _reference(loss: LossFunction, given: Mapping[str, float | str]) -> str:
+    if REFERENCE not in given:
+        return ""
+    name = given[REFERENCE]
+    if "ref_logprobs" not in loss.inputs:
+        refuse(f"loss_fn_config: {loss.name} has no reference model; enhanced_ppo and conservative_ppo have")
+    if not isinstance(name, str) or not name:
+        refuse(f"loss_fn_config: {REFERENCE} is {name!r}, expected base or the name of a reference model")
+    return name
 
 
 def _options(loss: LossFunction, given: Mapping[str, float | str]) -> dict[str, float]:

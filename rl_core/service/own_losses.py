@@ -48,7 +48,7 @@ def _terms(given: LossInputs, mask_BT: torch.Tensor) -> torch.Tensor:
     given.outputs["entropy"] = given.entropy_BT
     total, one_BT = given.single_logprobs.new_zeros(()), torch.ones_like(given.single_logprobs)
     if options["kl_coef"] > 0 and ref_BT is None:
-        raise DataError("kl_coef: the KL to a reference needs ref_logprobs")
+        raise DataError("kl_coef: the KL to a reference needs ref_logprobs, or the option reference (base, or a name)")
     if options["kl_coef"] > 0 and ref_BT is not None:
         kl, _ = kl_penalty(given.single_logprobs, ref_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT)
         total = total + options["kl_coef"] * kl

@@ -16,9 +16,14 @@ from rl_core.cpu.waiting import bound_waiting
 from rl_core.errors import CheckpointError, DataError, ModelError, PosttrainError, ServiceError, nearest
 from rl_core.memory import first_line
 from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
+from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.guarded_update import guarded_step
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
+from rl_core.service.model_evaluation import EvaluatedModel, evaluate_models
 from rl_core.service.pass_planner import cut, run_jobs
+from rl_core.service.reference_logprobs import with_reference
+from rl_core.service.reference_models import ReferenceModels
 from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
 from rl_core.service.samplers import Job, Published, Sampler, Weights, sample_all
 from rl_core.service.saved_weights import (
@@ -27,11 +32,13 @@ from rl_core.service.saved_weights import (
     read_state,
     request_of,
     sampling_state,
+    sampling_weights,
     write_state,
 )
 from rl_core.service.served_base import ServedBase
+from rl_core.service.text_scores import SavedReader
 from rl_core.service.training_run import TrainingRun
-from rl_core.settings import ServiceEngineSettings
+from rl_core.settings import ReferenceSettings, ServiceEngineSettings
 
 __all__ = ["TrainingEngine"]
 
@@ -41,10 +48,17 @@ logger = logging.getLogger(__name__)
 class TrainingEngine:
     """All training runs and samplers of one process."""
 
-    def __init__(self, settings: ServiceEngineSettings) -> None:
+    def __init__(
+        self,
+        settings: ServiceEngineSettings,
+        references: ReferenceSettings | None = None,
+        reference_models: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`reference_models`: frozen models beside the bases, name -> model folder or hub name."""
         keep_freed_memory()
         bound_waiting()
         self.settings = settings
+        self.references = ReferenceModels(reference_models or {}, references or ReferenceSettings(), settings)
         self._bases: dict[str, ServedBase] = {}
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -92,6 +106,7 @@ class TrainingEngine:
             try:
                 run = self._run(request.model_id)
                 checked = check_forward_backward(request, run.base.limits, self.settings)
+                checked = with_reference(run, checked, self.references, self.settings.micro_batch_tokens)
                 jobs[index] = cut(run, request, checked, self.settings.micro_batch_tokens)
             except ServiceError as error:
                 answers[index] = error
@@ -212,6 +227,41 @@ class TrainingEngine:
         for index, answer in zip(jobs, found, strict=True):
             answers[index] = _failure(answer) if isinstance(answer, Exception) else answer
         return [answers[index] for index in range(len(requests))]
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self, request: EvaluateRequest) -> Evaluation:
+        """Scores of a model on texts and of its samples, and of another beside it; training is left as it is.
+
+        Raises: ServiceError.
+        """
+        request.check(self.settings)
+        model = self._evaluated(request.model, request)
+        against = None if request.against is None else self._evaluated(request.against, request, model.base)
+        try:
+            return evaluate_models(request, model, against, self.settings)
+        except (PosttrainError, RuntimeError) as error:
+            raise _failure(error) from error
+
+    def _evaluated(self, name: str, request: EvaluateRequest, beside: ServedBase | None = None) -> EvaluatedModel:
+        """The model of a name: saved weights, a base model, or (beside one of these) a reference model."""
+        if name in request.folders:
+            state = sampling_state(self._read(request.folders[name]))
+            base = self._base(state["run"]["base"])
+            weights: Mapping[str, Any] = sampling_weights(base, state)
+        elif name in self.settings.bases:
+            base, weights = self._base(name), {}
+        elif name in self.references.names and beside is not None:
+            reader = self.references.reader(name)
+            return EvaluatedModel(name, beside, self.references.limits(name, beside), reader, None)
+        else:
+            known = [*self.settings.bases, *(self.references.names if beside is not None else ())]
+            raise ServiceError(
+                f"evaluate: there is no {'base or reference' if beside is not None else 'base'} model '{name[:200]}'; "
+                f"{nearest(name, known)}", "user",
+            )  # fmt: skip
+        sampler = Sampler(name, base, lambda: weights)
+        return EvaluatedModel(name, base, base.limits, SavedReader(base, weights), sampler)
 
     # -- looking up ----------------------------------------------------------------------------------------------------
 

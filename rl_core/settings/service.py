@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.references import ReferenceSettings
 from rl_core.settings.sinks import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 
 __all__ = ["ServiceEngineSettings", "ServiceServerSettings", "ServiceSettings", "ServiceWorkerSettings"]
@@ -110,16 +111,25 @@ class ServiceSettings(Settings):
     folder: str = setting("outputs/service", doc="folder of the store, snapshots and saved weights")
     store: str = setting("", doc="URL of the store: sqlite:///FILE or postgresql://...; left out: a file in the folder")
     mlflow: str = setting("", doc="MLflow server or store of the model registry; left out: a store in the folder")
-    mlflow_runs: bool = setting(False, doc="an MLflow run for each training run, in that store")
+    mlflow_runs: bool = setting(True, doc="an MLflow run for each training run, in that store")
     sinks: tuple[str, ...] = setting((), doc=SINKS_DOC)
     alerts: dict[str, str] = setting({}, doc=ALERTS_DOC)
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
     server: ServiceServerSettings = setting(ServiceServerSettings(), doc="the HTTP server")
     engine: ServiceEngineSettings = setting(ServiceEngineSettings(), doc="the engine")
     worker: ServiceWorkerSettings = setting(ServiceWorkerSettings(), doc="the process that computes")
+    reference_models: dict[str, Any] = setting(
+        {}, doc="frozen models beside the bases, for evaluations and KL terms: name -> model folder or hub name"
+    )
+    references: ReferenceSettings = setting(ReferenceSettings(), doc="their precision, and how many stay in memory")
 
     def check(self) -> None:
-        """Sinks and conditions are known ones."""
+        """Sinks, conditions and reference models are known ones."""
+        for name, place in self.reference_models.items():
+            if not isinstance(place, str) or not place or not name:
+                raise SettingsError(f"reference_models: {name!r}: {place!r} is no model folder or hub name")
+            if name in self.engine.bases or name == "base":
+                raise SettingsError(f"reference_models: '{name}' is a base model's name already; choose another")
         check_sinks(self.sinks)
         check_alerts(self.alerts)
 

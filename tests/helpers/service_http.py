@@ -28,6 +28,7 @@ class Service:
         self.settings = service_settings(
             {
                 "folder": str(folder),
+                "mlflow_runs": False,
                 "server": {"poll_seconds": 20.0, **server},
                 "engine": {"bases": {"base": str(base)}, "device": "cpu"},
             }

@@ -70,5 +70,5 @@ def settings_of(folder: Path, base: Path, **worker):
     engine = ServiceEngineSettings(
         bases={"base": str(base)}, device="cpu", micro_batch_tokens=48, pass_tokens=128, slots=16
     )
-    plain = ServiceSettings(folder=str(folder), engine=engine)
+    plain = ServiceSettings(folder=str(folder), engine=engine, mlflow_runs=False)
     return dataclasses.replace(plain, worker=ServiceWorkerSettings(**worker))

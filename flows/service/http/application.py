@@ -92,7 +92,7 @@ async def _tidy(server: Server) -> None:
     """Forget results some time after they were fetched."""
     while True:
         await asyncio.sleep(min(TIDY_SECONDS, server.settings.server.fetched_seconds + 1))
-        old = time.time() - server.settings.server.fetched_seconds
+        old = time.monotonic() - server.settings.server.fetched_seconds
         chosen = [name for name, when in server.fetched.items() if when < old]
         try:
             await server.ask(server.store.forget, chosen)

@@ -49,7 +49,7 @@ class Server:
         self.folder = Path(settings.folder)
         self.room = WaitingRoom(store)
         self.signer = Signer(self.folder)
-        self.fetched: dict[str, float] = {}  # request -> when its result was sent
+        self.fetched: dict[str, float] = {}  # request -> when its result was sent, monotonic
         self._threads = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="service-store")
         self._accepting = ThreadPoolExecutor(ACCEPTING_THREADS, thread_name_prefix="service-accept")
         self._keys: dict[str, _Known] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 from starlette.requests import Request
@@ -134,7 +133,7 @@ async def _set_public(request: Request) -> Response:
 async def _set_ttl(request: Request) -> Response:
     server, caller, found = await own_checkpoint(request)
     body = await json_body(server, request, SetTtl)
-    expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+    expires = None if body.ttl_seconds is None else server.store.now() + body.ttl_seconds
     await server.ask(server.store.change_checkpoint, found.path, expires=expires)
     await server.note(caller, "checkpoint_ttl", found.path, str(body.ttl_seconds))
     return Response(status_code=204)

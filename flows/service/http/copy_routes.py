@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import hashlib
 import secrets
-import time
 from typing import Any
 
 from starlette.requests import Request
@@ -39,7 +38,7 @@ async def _copy(request: Request) -> Response:
         return JSONResponse({"tinker_path": str(path)})
     folder = path.folder(server.folder)
     await asyncio.to_thread(copy_tree, server.folder / source.folder, folder)
-    now = time.time()
+    now = server.store.now()
     run = await server.ask(server.store.run, source.model_id)
     facts: dict[str, Any] = dict(run.facts) if run is not None else {}
     session_id = target.partition(":")[0]

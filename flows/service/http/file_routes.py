@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from pathlib import Path
 
 from starlette.requests import Request
@@ -33,7 +32,7 @@ async def _urls(request: Request) -> Response:
     server, caller, found = await own_checkpoint(request)
     if found.kind != "external_weights":
         raise Refused(422, f"{found.path} is for this service; save_weights_external makes files for other programs")
-    expires = math.ceil(time.time() + server.settings.server.url_seconds)
+    expires = math.ceil(server.store.now() + server.settings.server.url_seconds)
     place = found.path.removeprefix("tinker://")
     names = await asyncio.to_thread(files_within, server.folder / found.folder)
     urls = {name: _signed(request, server, f"{place}/{name}", expires) for name in names}
@@ -44,7 +43,7 @@ async def _urls(request: Request) -> Response:
 async def _archive(request: Request) -> Response:
     """One address of all files of saved weights, as a tar; clients before 0.36 ask for it."""
     server, caller, found = await own_checkpoint(request)
-    expires = math.ceil(time.time() + server.settings.server.url_seconds)
+    expires = math.ceil(server.store.now() + server.settings.server.url_seconds)
     subject = f"{found.path.removeprefix('tinker://')}/{ARCHIVE}"
     await server.note(caller, "checkpoint_read", found.path)
     return JSONResponse({"url": _signed(request, server, subject, expires), "expires": iso(expires)})
@@ -53,7 +52,7 @@ async def _archive(request: Request) -> Response:
 async def _file(request: Request) -> Response:
     server, parts = server_of(request), request.path_params
     subject = parts["subject"]
-    if not server.signer.is_valid(subject, parts["expires"], parts["signature"], time.time()):
+    if not server.signer.is_valid(subject, parts["expires"], parts["signature"], server.store.now()):
         raise Refused(403, "the address is not signed by this service, or has expired; ask for a new one")
     model_id, kind, name, file = subject.split("/", 3)
     path = parse_path(f"tinker://{model_id}/{kind}/{name}")

@@ -17,7 +17,7 @@ from flows.service.http.sampling_routes import CLONE_SEQS
 from flows.service.store import ApiKey, StoredRequest
 from flows.service.wire.directory_bodies import CancelFuture, FuturesTarget, RetrieveFuture, RetrieveFutures
 
-__all__ = ["FUTURE_ROUTES", "own_result"]
+__all__ = ["FUTURE_ROUTES", "own_result", "within"]
 
 INLINE_BYTES = 1 << 20  # larger results are announced first, where the client allows it
 _TRY_AGAIN = {"type": "try_again", "queue_state": "active"}
@@ -40,12 +40,13 @@ async def _retrieve(request: Request) -> Response:
     with server.room.expecting(body.request_id) as event:
         found = await own_result(server, caller, body.request_id)
         waits = not found.is_final and not server.room.is_over
-        if waits and await _within(event, server.settings.server.poll_seconds):
+        if waits and await within(event, server.settings.server.poll_seconds):
             found = await own_result(server, caller, body.request_id)
     return _result(server, found, body)
 
 
-async def _within(event: asyncio.Event, seconds: float) -> bool:
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for the event, at most so long. True = it came."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
@@ -62,7 +63,7 @@ def _result(server: Server, found: StoredRequest, asked: RetrieveFuture) -> Resp
         raise Refused(410, f"the result of {found.request_id} was fetched, or has expired, and is forgotten")
     if asked.allow_metadata_only and len(found.answer) > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": len(found.answer)})
-    server.fetched[found.request_id] = time.time()
+    server.fetched[found.request_id] = time.monotonic()
     return Response(found.answer, media_type=_TYPES[found.answer_type])
 
 
@@ -80,7 +81,7 @@ async def _retrieve_many(request: Request) -> Response:
             event.clear()
             completions, cursor = await _finished(server, target, body.prev_cursor)
             left = end - time.monotonic()
-            if completions or left <= 0 or server.room.is_over or not await _within(event, left):
+            if completions or left <= 0 or server.room.is_over or not await within(event, left):
                 return JSONResponse({"completions": completions, "cursor": cursor})
 
 

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Security
 from fastapi.security import APIKeyHeader
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from flows.service.http.callers import Server, server_of
 from flows.service.http.checkpoint_routes import own_run
+from flows.service.http.evaluate_routes import add_evaluate_routes
 from flows.service.http.exposition import MetricSample, exposition
 from flows.service.http.future_routes import own_result
 from flows.service.http.refusals import Refused
-from flows.service.queue_stats import KindStats, kind_stats
+from flows.service.http.run_routes import add_run_routes
+from flows.service.queue_stats import kind_stats
 from flows.service.store import StoredRequest
+from rl_core.service.status_answers import QueueStats, RequestList, RequestStatus
 
 __all__ = ["add_own_routes"]
 
 RECENT = 1000  # finished requests that quantiles are taken over
-
-
-class RequestStatus(BaseModel):
-    """State of one request. Times are seconds since 1970, durations seconds."""
-
-    request_id: str
-    kind: str
-    seq: int
-    state: Literal["waiting", "running", "done", "failed", "cancelled"]
-    accepted: float
-    started: float | None
-    finished: float | None
-    waited_seconds: float | None
-    served_seconds: float | None
-    answer_bytes: int
-    error: str | None
-    category: str | None
-
-
-class RequestList(BaseModel):
-    """Requests of a training run, the newest first."""
-
-    requests: list[RequestStatus]
-
-
-class QueueStats(BaseModel):
-    """The queue of one training run."""
-
-    run_id: str
-    depth: int
-    kinds: dict[str, KindStats]
 
 
 def status_of(found: StoredRequest) -> RequestStatus:
@@ -101,6 +72,8 @@ def add_own_routes(app: FastAPI, server: Server) -> None:
         depth = sum(sum(states.values()) for states in depths.values())
         return QueueStats(run_id=run.model_id, depth=depth, kinds=kind_stats(depths, timings))
 
+    add_evaluate_routes(router, server)
+    add_run_routes(router, server)
     app.include_router(router)
     app.add_route("/metrics", _metrics, methods=["GET"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -56,7 +55,7 @@ async def json_body(server: Server, request: Request, kind: type[B]) -> B:
     return read_body(kind, await whole_payload(server, request))
 
 
-def _deadline(request: Request) -> float | None:
+def _deadline(server: Server, request: Request) -> float | None:
     text = request.headers.get(DEADLINE)
     if text is None:
         return None
@@ -66,7 +65,7 @@ def _deadline(request: Request) -> float | None:
         seconds = -1.0
     if not 0 < seconds < 1e9:
         raise Refused(422, f"{DEADLINE}: {text[:40]!r} is no number of seconds above 0")
-    return time.time() + seconds
+    return server.store.now() + seconds
 
 
 async def accept(
@@ -83,7 +82,7 @@ async def accept(
         payload=payload,
         content_type="protobuf" if is_protobuf else "json",
         facts=facts,
-        deadline=_deadline(request),
+        deadline=_deadline(server, request),
     )
     return await server.accept(new)
 

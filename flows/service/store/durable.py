@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from flows.service.store.access import Access
 from flows.service.store.directory import Directory
 from flows.service.store.intake import Intake
+from flows.service.store.service_clock import service_clock
 from flows.service.store.transactions import Database
 from flows.service.store.work import Work
 
@@ -20,9 +20,17 @@ class ServiceStore(Intake, Work, Directory, Access):
     Any number of processes may open it, one of them as the worker.
     """
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
-        """`url`: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Raises: SettingsError, BackendError."""
-        Intake.__init__(self, Database(url), clock)
+    def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
+        """`url`: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Raises: SettingsError, BackendError.
+
+        clock: None = one that does not jump (`service_clock`), the same for all processes of the store.
+        """
+        database = Database(url)
+        Intake.__init__(self, database, clock or service_clock(database))
+
+    def now(self) -> float:
+        """The store's time, seconds since 1970: deadlines and lifetimes are given in it."""
+        return self._clock()
 
     def changes(self) -> int:
         """A number that differs when another connection has committed since; take it before reading."""

@@ -14,6 +14,7 @@ import flows.service.store.tables as tables
 from flows.service.store.acceptance import stored
 from flows.service.store.intake import cancel_where
 from flows.service.store.records import Answer, StoredRequest
+from flows.service.store.service_clock import note_time
 from flows.service.store.transactions import Database, counted
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import fault
@@ -229,6 +230,7 @@ class Work:
             dropped = (_requests.c.line != "training") | (_requests.c.seq <= covered) | ended
             gone = _requests.c.forgotten & (_requests.c.finished < now - memory_seconds) & dropped
             removed = connection.execute(_requests.delete().where(gone)).rowcount
+            note_time(connection, now)
         return forgotten, removed
 
 

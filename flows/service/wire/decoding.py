@@ -19,11 +19,13 @@ from flows.service.wire.bodies import (
     SaveForSamplerBody,
     SaveWeightsBody,
 )
+from flows.service.wire.evaluate_bodies import decode_evaluate
 from flows.service.wire.heads import parse_forward_backward
 from flows.service.wire.json_body import read_body
 from flows.service.wire.sample_bodies import decode_sample
 from flows.service.wire.tinker_paths import TinkerPath, check_name, parse_path
 from rl_core.errors import ServiceError
+from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.requests import (
     AdamParameters,
     AdapterConfig,
@@ -190,6 +192,10 @@ def _unload_model(payload: bytes, facts: Facts, target: str) -> UnloadModel:
     return UnloadModel(model_id=target)
 
 
+def _evaluate(payload: bytes, facts: Facts, target: str) -> EvaluateRequest:
+    return decode_evaluate(payload)
+
+
 _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
     "create_model": _create_model,
     "forward_backward": _forward_backward,
@@ -201,4 +207,5 @@ _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
     "create_sampler": _create_sampler,
     "sample": _sample,
     "unload_model": _unload_model,
+    "evaluate": _evaluate,
 }

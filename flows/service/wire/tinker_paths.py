@@ -9,7 +9,7 @@ from typing import Literal
 
 from rl_core.errors import ServiceError
 
-__all__ = ["CHECKPOINT_TYPES", "TinkerPath", "WeightsKind", "check_name", "parse_path"]
+__all__ = ["CHECKPOINT_TYPES", "TinkerPath", "WeightsKind", "check_name", "is_path", "parse_path"]
 
 WeightsKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -48,6 +48,11 @@ def check_name(name: str, what: str = "path") -> str:
             "user",
         )
     return name
+
+
+def is_path(name: str) -> bool:
+    """True = a path of saved weights is meant, not the name of a model."""
+    return name.startswith(_PREFIX)
 
 
 def parse_path(path: str) -> TinkerPath:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from flows.service.store.records import line_of
 from flows.service.store.work import RequestOutcome
 from flows.service.wire.decoding import decode
 from flows.service.wire.encoding import encode
+from flows.service.wire.tinker_paths import is_path
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import Round
@@ -36,6 +37,7 @@ from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, ServiceError
 from rl_core.memory import first_line
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
+from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.requests import CreateModel
 from rl_core.storage.faults import fault
 
@@ -106,13 +108,14 @@ class Computing:
             return self._answered(request, ModelMade(model_id=request.target), run=self._birth(request.target))
         if isinstance(command, UnloadModel):
             self._runs.drop(request.target)
-            self._metrics.ended(request.target)
             return self._answered(request, ModelUnloaded(model_id=request.target), run={"state": "unloaded"})
         if isinstance(command, OpenSampler):
             row = self._samplers.open(command, request)
             return self._answered(request, SamplerOpened(sampler_id=request.target), rows=(("samplers", row),))
         if isinstance(command, LoadWeights):
             return self._loaded(command, request)
+        if isinstance(command, EvaluateRequest):
+            return self._answered(request, self._engine.evaluate(self._with_folders(command, request.owner)))
         self._runs.need(request.target)
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish(command, request)
@@ -121,6 +124,11 @@ class Computing:
         assert isinstance(command, SaveWeights | SaveForSampler), request.kind
         saved = self._weights.save(command, request.owner, request.facts, lambda: self._latest(request.target))
         return self._answered(request, WeightsSaved(path=saved.path), rows=(("checkpoints", asdict(saved)),))
+
+    def _with_folders(self, command: EvaluateRequest, owner: str) -> EvaluateRequest:
+        """With the folders of the saved weights that it names. Raises: ServiceError (user)."""
+        paths = [name for name in (command.model, command.against) if name is not None and is_path(name)]
+        return replace(command, folders={path: str(self._weights.folder_of(path, owner)) for path in paths})
 
     def _loaded(self, command: LoadWeights, request: StoredRequest) -> RequestOutcome:
         if request.seq == 0:

@@ -21,6 +21,7 @@ from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
 from flows.service.worker.rounds import choose
 from flows.service.worker.run_metrics import RunMetrics
+from flows.service.worker.run_trackers import RunTrackers
 from flows.service.worker.saved_versions import SavedVersions
 from flows.service.worker.service_folder import ServiceFolder
 from flows.service.worker.upkeep import Upkeep
@@ -48,17 +49,23 @@ class EngineProcess:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
-        engine = TrainingEngine(settings.engine)
+        engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
         self._most, self._most_runs = settings.worker.batch_requests, settings.engine.max_runs
         weights = WeightsOnDisk(engine, store, self._folder, settings.worker)
         parts = WorkerParts(engine, store, self._folder, weights, settings)
         self._runs, self._samplers = LiveRuns(parts), LiveSamplers(parts)
-        self._runs.when_unloaded = self._samplers.drop_inflight
-        self._metrics = RunMetrics(settings, self._folder.root)
+        self._runs.when_unloaded = self._unloaded
+        trackers = RunTrackers(settings, self._folder.root, store)
+        self._metrics = RunMetrics(settings, self._folder.root, trackers)
         self._computing = Computing(parts, self._runs, self._samplers, self._metrics)
         self._upkeep = Upkeep(parts, self._runs, self._samplers)
-        self._versions = SavedVersions(parts)
+        self._versions = SavedVersions(parts, trackers)
         self._stopping = threading.Event()
+
+    def _unloaded(self, model_id: str) -> None:
+        """A run has left memory, saved or not."""
+        self._samplers.drop_inflight(model_id)
+        self._metrics.ended(model_id)
 
     def stop(self) -> None:
         """Let `run` end after what it is computing; any thread, also a signal handler."""

@@ -6,15 +6,18 @@ One step of a tracker is one update of the run, with the means of the passes bef
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from flows.service.worker.run_trackers import MlflowRun, RunTrackers
 from rl_core.service.tracked_names import tracked
 from rl_core.settings import ServiceSettings
 from rl_core.trackers import BackgroundTracker
-from tasks.tracking import RunTracker, Tracking
 from tasks.tracking.beside import alerts_of, check_installed, sinks_of
 from tasks.tracking.system import SystemMonitor
 
@@ -23,35 +26,34 @@ __all__ = ["RunMetrics"]
 log = logging.getLogger(__name__)
 
 NAME = "service"  # label `pipeline` of its metrics
+CLOSE_SECONDS = 1.0  # for which the end of a run is waited for, on a thread beside
 MOST_PASSES = 4096  # that are remembered until an update: a run may only be evaluated
 
 
 class _Tracked:
-    """Trackers of one training run, and what its passes measured since the last update."""
+    """Trackers of one training run, each on a thread, and what its passes measured since the last update."""
 
-    def __init__(self, sinks: list[BackgroundTracker], run: RunTracker | None) -> None:
-        self.sinks, self.run = sinks, run
+    def __init__(self, sinks: list[BackgroundTracker]) -> None:
+        self.sinks = sinks
         self.passes: deque[dict[str, float]] = deque(maxlen=MOST_PASSES)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for tracker in (self.run, *self.sinks):
-            if tracker is not None:
-                tracker.log_metrics(metrics, step)
+        for tracker in self.sinks:
+            tracker.log_metrics(metrics, step)
 
     def close(self) -> None:
-        if self.run is not None:
-            self.run.close("FINISHED", timeout_s=1.0)  # the rest is sent by the next start, or `posttrain sync`
         for sink in self.sinks:
-            sink.close("FINISHED", 1.0)
+            sink.close("FINISHED", CLOSE_SECONDS)
 
 
 class RunMetrics:
     """Trackers of the training runs of a worker."""
 
-    def __init__(self, settings: ServiceSettings, root: Path) -> None:
+    def __init__(self, settings: ServiceSettings, root: Path, runs: RunTrackers) -> None:
         """`root`: folder of the service. Raises: SettingsError where a sink's package is missing."""
         check_installed(settings.sinks)
-        self._settings, self._root = settings, root
+        self._settings, self._root, self._trackers = settings, root, runs
+        self._closing: list[threading.Thread] = []
         self._runs: dict[str, _Tracked] = {}
         self._is_broken = False
         self._machine = self._sinks("worker") if settings.sinks else []
@@ -86,9 +88,11 @@ class RunMetrics:
             log.warning("metrics of training runs are no longer kept: %s: %s", type(error).__name__, error)
 
     def ended(self, model_id: str) -> None:
-        """A run was unloaded."""
+        """A run has left memory; a later update goes on with its trackers. Returns at once."""
         if (found := self._runs.pop(model_id, None)) is not None:
-            found.close()
+            self._closing = [thread for thread in self._closing if thread.is_alive()]
+            self._closing.append(threading.Thread(target=found.close, name="metrics-close", daemon=True))
+            self._closing[-1].start()
 
     def close(self) -> None:
         """End all trackers."""
@@ -98,23 +102,24 @@ class RunMetrics:
             self.ended(model_id)
         for sink in self._machine:
             sink.close("FINISHED", 1.0)
+        end = time.monotonic() + 2 * CLOSE_SECONDS
+        for thread in self._closing:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _of(self, model_id: str) -> _Tracked:
         if model_id not in self._runs:
             sinks = [*self._sinks(model_id), alerts_of(self._settings.alerts, NAME, model_id)]
+            if self._settings.mlflow_runs:
+                sinks.append(BackgroundTracker("MLflow", partial(MlflowRun, self._trackers, model_id)))
             for sink in sinks:
                 sink.begin(f"{NAME} · {model_id}", {})
-            self._runs[model_id] = _Tracked(sinks, self._run(model_id) if self._settings.mlflow_runs else None)
+            self._runs[model_id] = _Tracked(sinks)
         return self._runs[model_id]
 
     def _sinks(self, stage: str) -> list[BackgroundTracker]:
         return sinks_of(
             self._settings.sinks, self._root, pipeline=NAME, group=NAME, folder=stage, run_id=stage, stage=stage
         )
-
-    def _run(self, model_id: str) -> RunTracker:
-        tracking = Tracking(self._settings.mlflow or None, self._root, NAME)
-        return tracking.start_run(model_id, self._root / "tracking" / model_id, tags={"kind": "training"}, wait_s=0.0)
 
     def _log_system(self, metrics: dict[str, float], number: int) -> None:
         for sink in self._machine:

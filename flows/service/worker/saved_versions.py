@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from flows.service.store import CheckpointRecord
+from flows.service.worker.run_trackers import RunTrackers
 from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.storage.faults import fault
-from tasks.tracking import Tracking
 
 __all__ = ["SavedVersions", "registered_name"]
 
@@ -34,15 +34,15 @@ def registered_name(prefix: str, base: str) -> str:
 class SavedVersions:
     """Registration of saved paths, one at a time, the oldest first."""
 
-    def __init__(self, parts: WorkerParts) -> None:
+    def __init__(self, parts: WorkerParts, trackers: RunTrackers) -> None:
         self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
-        self._settings = parts.settings
+        self._settings, self._trackers = parts.settings.worker, trackers
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
 
     def step(self) -> None:
         """Begin with the next path, if one waits and none is being sent."""
-        if self._settings.worker.registered == "none" or time.monotonic() < self._not_before:
+        if self._settings.registered == "none" or time.monotonic() < self._not_before:
             return
         if self._thread is not None and self._thread.is_alive():
             return
@@ -79,21 +79,16 @@ class SavedVersions:
 
     def _version(self, record: CheckpointRecord, staging: Path) -> str:
         """The version of an exported folder, NAME/NUMBER. Raises: BackendError while the store is away."""
-        name = registered_name(self._settings.worker.registered_name, record.base)
-        tracking = Tracking(self._settings.mlflow or None, self._folder.root, "service")
+        name = registered_name(self._settings.registered_name, record.base)
         tags = {
             "stage": "service", "service.path": record.path, "service.run": record.model_id, "base_model": record.base,
             "service.owner": record.owner, "service.optimizer": record.facts.get("optimizer"),
             **{f"service.user.{key}": value for key, value in (record.facts.get("user_metadata") or {}).items()},
         }  # fmt: skip
-        run = tracking.start_run(
-            record.model_id, self._folder.root / "tracking" / record.model_id,
-            tags={"service.run": record.model_id, "base_model": record.base}, params=record.facts,
-        )  # fmt: skip
-        with run:
+        with self._trackers.using(record.model_id) as run:
             number = run.log_model(staging, "policy", name, tags=tags, step=record.steps, description=record.path)
         if number is None:
-            raise BackendError(f"the store of the model registry at {tracking.uri} does not answer")
+            raise BackendError(f"the store of the model registry at {self._trackers.address} does not answer")
         return f"{name}/{number}"
 
     def _failed(self, record: CheckpointRecord, error: Exception) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from flows.service.worker.live_runs import LiveRuns
 from flows.service.worker.live_samplers import LiveSamplers
@@ -25,10 +24,9 @@ class Upkeep:
         parts: WorkerParts,
         runs: LiveRuns,
         samplers: LiveSamplers,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._weights, self._runs, self._samplers = parts.store, parts.weights, runs, samplers
-        self._settings, self._clock = parts.settings.worker, clock
+        self._settings = parts.settings.worker
         self._next = time.monotonic() + SECONDS
 
     def when_due(self) -> None:
@@ -42,7 +40,7 @@ class Upkeep:
         settings = self._settings
         self._store.expire(result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds)
         gone = self._weights.remove_expired()
-        gone += self._samplers.remove_unused(settings.sampler_seconds, self._clock())
+        gone += self._samplers.remove_unused(settings.sampler_seconds, self._store.now())
         if gone:
             log.info("removed: %s", ", ".join(gone))
         if idle := self._runs.unload_idle():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,9 @@ class WeightsOnDisk:
         store: ServiceStore,
         folder: ServiceFolder,
         settings: ServiceWorkerSettings,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine, self._store, self._folder = engine, store, folder
-        self._settings, self._clock = settings, clock
+        self._settings = settings
 
     def find(self, path: str, owner: str) -> CheckpointRecord:
         """Saved weights that a key may read. Raises: ServiceError (user)."""
@@ -89,7 +87,7 @@ class WeightsOnDisk:
         else:
             self._engine.save_weights(model_id, folder, {"path": command.path})
         fault("service.saved")
-        info, now = self._engine.model_info(model_id), self._clock()
+        info, now = self._engine.model_info(model_id), self._store.now()
         wanted = self._settings.registered in ("all", place.kind)
         return CheckpointRecord(
             path=command.path, model_id=model_id, owner=owner, kind=place.kind, name=place.name,

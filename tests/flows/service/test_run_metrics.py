@@ -1,18 +1,20 @@
 """Metrics of training runs from the engine's answers: what reaches trackers, and that none fails a request."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows.service.worker import run_metrics
 from flows.service.worker.run_metrics import RunMetrics
+from flows.service.worker.run_trackers import RunTrackers
 from rl_core.errors import SettingsError
 from rl_core.settings import ServiceSettings
 
 
 def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
-    metrics = RunMetrics(ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0), tmp_path)
+    settings = ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0, mlflow_runs=False)
+    metrics = RunMetrics(settings, tmp_path, None)
     metrics.passed("run-1", {"loss:sum": 4.0, "loss_per_token:mean": 1.0, "tokens:sum": 4.0, "ratio:mean": 1.0}, 0.25)
     metrics.passed("run-1", {"loss:sum": 8.0, "loss_per_token:mean": 2.0, "tokens:sum": 4.0, "ratio:mean": 2.0}, 0.5)
     metrics.passed("run-2", {"loss:sum": 1.0}, 0.5)
@@ -30,44 +32,78 @@ def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
     }  # fmt: skip
 
 
-def test_a_tracker_that_raises_fails_no_update(tmp_path, monkeypatch, caplog):
-    def fail(*given, **options):
+class Trackers(RunTrackers):
+    """Runs of a store that is made up; `_start` may take its time, or fail."""
+
+    def __init__(self, tmp_path, start):
+        store = SimpleNamespace(run=lambda model_id: None)
+        super().__init__(ServiceSettings(), tmp_path, store)
+        self._start = start
+
+
+class Run(SimpleNamespace):
+    """A run of MLflow that remembers."""
+
+    def log_metrics(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def close(self, status, timeout_s):
+        self.closed = True
+
+
+def test_a_tracker_that_raises_fails_no_update(tmp_path, caplog):
+    def fail(model_id):
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_metrics, "Tracking", fail)
-    metrics = RunMetrics(ServiceSettings(mlflow_runs=True), tmp_path)
+    metrics = RunMetrics(ServiceSettings(), tmp_path, Trackers(tmp_path, fail))
     for step in range(3):
         metrics.stepped("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
         metrics.passed("run-1", {"loss:sum": 1.0}, 0.1)
-    assert caplog.text.count("no longer kept: OSError: no space left") == 1
+    metrics.close()
+    assert caplog.text.count("MLflow takes no more records of this run: OSError: no space left") == 1
 
 
-def test_an_mlflow_run_for_each_training_run(tmp_path, monkeypatch):
+def test_an_mlflow_run_for_each_training_run(tmp_path):
     runs = []
 
-    class Run(SimpleNamespace):
-        def log_metrics(self, metrics, step):
-            self.logged.append((step, metrics))
+    def start(model_id):
+        runs.append(Run(name=model_id, logged=[], closed=False))
+        return runs[-1]
 
-        def close(self, status, timeout_s):
-            self.closed = True
-
-    class Store:
-        def __init__(self, uri, folder, experiment):
-            assert (uri, folder, experiment) == (None, tmp_path, "service")
-
-        def start_run(self, name, folder, *, tags, wait_s):
-            assert folder == tmp_path / "tracking" / "run-1" and wait_s == 0.0
-            runs.append(Run(name=name, logged=[], closed=False))
-            return runs[-1]
-
-    monkeypatch.setattr(run_metrics, "Tracking", Store)
-    metrics = RunMetrics(ServiceSettings(mlflow_runs=True), tmp_path)
+    trackers = Trackers(tmp_path, start)
+    metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
     metrics.stepped("run-1", {"grad_norm:mean": 1.0}, 1, 0.5)
-    metrics.close()
+    with trackers.using("run-1") as shared:  # as a saved path that is registered
+        metrics.close()
+        assert not shared.closed
     (run,) = runs
-    assert run.name == "run-1" and run.logged == [(1, {"train/grad_norm": 1.0, "perf/optim_step_seconds": 0.5})]
-    assert run.closed
+    assert run is shared and run.name == "run-1" and run.closed
+    assert run.logged == [(1, {"train/grad_norm": 1.0, "perf/optim_step_seconds": 0.5})]
+
+
+def test_a_store_that_hangs_stalls_no_update_and_no_end_of_a_run(tmp_path):
+    """It is opened on a thread beside; updates and the end of a run return while it is not there yet."""
+    opened, released = threading.Event(), threading.Event()
+
+    def hang(model_id):
+        opened.set()
+        assert released.wait(60)
+        return Run(name=model_id, logged=[], closed=False)
+
+    trackers = Trackers(tmp_path, hang)
+    metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
+    for step in range(50):
+        metrics.stepped("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
+    assert opened.wait(60)
+    metrics.ended("run-1")
+    metrics.stepped("run-1", {"grad_norm:mean": 1.0}, 50, 0.1)  # it is back in memory
+    assert trackers._open == {}
+    released.set()
+    metrics.close()
+
+
+def test_the_default_is_a_run_of_each(tmp_path):
+    assert ServiceSettings().mlflow_runs
 
 
 def test_settings_of_sinks_and_alerts_are_checked():

@@ -1,0 +1,174 @@
+"""Calls of the training service's own interface: what is sent, and what the answer becomes. No input or output."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Required, TypedDict, TypeVar
+from urllib.parse import quote
+
+from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.json_records import record
+from rl_core.service.status_answers import (
+    CancelledRequest,
+    EvaluationPromise,
+    QueueStats,
+    RequestList,
+    RequestStatus,
+    RunList,
+    RunStatus,
+    SavedPath,
+    SavedPathList,
+)
+
+__all__ = ["Call", "Metric", "Question", "Sampling"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One HTTP request and the reading of its answer."""
+
+    method: str
+    path: str
+    read: Callable[[Any], T]  # of decoded JSON, or of text where the answer is none
+    body: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    held: float = 0.0  # seconds that the server may hold it
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One value of the service's metrics."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Samples of an evaluation."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = -1  # below 1 = all tokens
+    top_p: float = 1.0
+    stop: Sequence[str] | Sequence[int] | None = None  # None = end-of-sequence tokens
+
+
+class Question(TypedDict, total=False):
+    """Arguments of an evaluation; all but `model` may be left out."""
+
+    model: Required[str]  # a saved path (tinker://...), or a base model
+    against: str | None  # one of these, or a reference model, beside it
+    texts: Sequence[str | Sequence[int]]  # texts, or token ids
+    prompts: Sequence[str | Sequence[int]]
+    num_samples: int  # of each prompt; 8
+    sampling: Sampling
+    seed: int  # of samples and intervals; 0
+    confidence: float  # of intervals; 0.95
+    resamples: int  # of the bootstrap over texts or prompts; 2000
+    evaluation_id: str | None  # the same id again is the same evaluation, after a crash of either side, too
+
+
+def _of(kind: type[T]) -> Callable[[Any], T]:
+    return lambda data: record(kind, data)
+
+
+def _run(run_id: str, *more: str) -> str:
+    return "/".join(["/runs", *(quote(part, safe=":") for part in (run_id, *more))])
+
+
+def healthy() -> Call[bool]:
+    """True where the server answers."""
+    return Call("GET", "/api/v1/healthz", lambda data: bool(data.get("status") == "ok"))
+
+
+def runs(limit: int, offset: int) -> Call[RunList]:
+    """Training runs of the key."""
+    return Call("GET", "/runs", _of(RunList), params={"limit": limit, "offset": offset})
+
+
+def run(run_id: str) -> Call[RunStatus]:
+    """One training run."""
+    return Call("GET", _run(run_id), _of(RunStatus))
+
+
+def checkpoints(run_id: str) -> Call[list[SavedPath]]:
+    """Saved weights of a run."""
+    return Call("GET", _run(run_id) + "/checkpoints", lambda data: record(SavedPathList, data).checkpoints)
+
+
+def requests(run_id: str, limit: int, offset: int) -> Call[list[RequestStatus]]:
+    """Requests of a run."""
+    params = {"limit": limit, "offset": offset}
+    return Call("GET", _run(run_id) + "/requests", lambda data: record(RequestList, data).requests, params=params)
+
+
+def status(run_id: str, request_id: str) -> Call[RequestStatus]:
+    """State of a request."""
+    return Call("GET", _run(run_id) + f"/requests/{quote(request_id, safe='')}/status", _of(RequestStatus))
+
+
+def cancel(run_id: str, request_id: str) -> Call[bool]:
+    """Cancel a request that waits."""
+    path = _run(run_id) + f"/requests/{quote(request_id, safe='')}/cancel"
+    return Call("POST", path, lambda data: record(CancelledRequest, data).cancelled, body={})
+
+
+def queue_stats(run_id: str) -> Call[QueueStats]:
+    """The queue of a run."""
+    return Call("GET", _run(run_id) + "/queue/stats", _of(QueueStats))
+
+
+def submit(run_id: str, question: Question) -> Call[EvaluationPromise]:
+    """Queue an evaluation; its id is drawn here, so that sending it twice is one evaluation."""
+    sampling = question.get("sampling", Sampling())
+    body: dict[str, Any] = {
+        **question,
+        "evaluation_id": question.get("evaluation_id") or f"e-{secrets.token_hex(12)}",
+        "sampling": {
+            **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_k", "top_p")},
+            "stop": None if sampling.stop is None else list(sampling.stop),
+        },
+    }
+    for name in ("texts", "prompts"):
+        body[name] = [one if isinstance(one, str) else list(one) for one in body.get(name, ())]
+    return Call("POST", _run(run_id) + "/evaluate", _of(EvaluationPromise), body=body)
+
+
+def evaluation(run_id: str, request_id: str, wait: float) -> Call[Evaluation | None]:
+    """The result of an evaluation; None = not finished within `wait` seconds."""
+
+    def read(data: Any) -> Evaluation | None:
+        return None if set(data) == {"state"} else record(Evaluation, data)
+
+    path = _run(run_id) + f"/requests/{quote(request_id, safe='')}/result"
+    return Call("GET", path, read, params={"wait": wait}, held=wait)
+
+
+def metrics() -> Call[list[Metric]]:
+    """The service's metrics."""
+    return Call("GET", "/metrics", parsed_metrics)
+
+
+_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def parsed_metrics(text: str) -> list[Metric]:
+    """Metrics of Prometheus' text format."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("#") and (match := _LINE.match(line)):
+            labels = {
+                name: _ESCAPED.sub(lambda one: "\n" if one[1] == "n" else one[1], value)
+                for name, value in _LABEL.findall(match[2] or "")
+            }
+            found.append(Metric(match[1], labels, float(match[3])))
+    return found

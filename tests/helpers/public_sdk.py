@@ -1,0 +1,75 @@
+"""Environments with the public SDK, and a service as two processes, for tests of the one against the other."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from flows.operations.ports import is_free
+from flows.service.configuration import service_settings
+from flows.service.store import ServiceStore
+from helpers import ROOT
+from rl_core.storage.single_files import write_json_atomic
+from tasks.config import resolve
+
+
+def sdk_environments(folder):
+    """python(version): the interpreter of an environment with the newest SDK of that minor version."""
+    folder = Path(os.environ.get("POSTTRAIN_SDK_ENVIRONMENTS") or folder)
+
+    def python(version):
+        place = folder / version
+        if not (place / "installed").exists():
+            subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+            pip = [str(place / "bin" / "pip"), "install", "--quiet", "--no-input", f"tinker=={version}.*"]
+            done = subprocess.run(pip, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"tinker {version} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+            (place / "installed").touch()
+        return str(place / "bin" / "python")
+
+    return python
+
+
+@contextlib.contextmanager
+def serving(folder, bases):
+    """(address, key) of a service in a folder, as two processes."""
+    port = next(number for number in range(8400, 8500) if is_free(number))
+    values = {"folder": str(folder / "service"), "mlflow_runs": False, "server": {"port": port},
+              "engine": {"bases": bases, "device": "cpu"}}  # fmt: skip
+    settings = service_settings(values)
+    store = ServiceStore(settings.store_url)
+    _, secret = store.create_key("sdk")
+    store.close()
+    write_json_atomic(folder / "settings.json", resolve(settings))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for role in ("server", "worker"):
+        command = [sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json")]
+        with open(folder / f"{role}.log", "wb") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(f"{address}/api/v1/healthz")
+        yield address, secret
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+
+
+def _wait_for(url):
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise AssertionError(f"{url} does not answer")
