@@ -159,7 +159,10 @@ def _seen(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:
 class BackendRow:
     """A sequence being played."""
 
-    def __init__(self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int) -> None:
+    def __init__(
+        self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int, has_stops: bool | None = None
+    ) -> None:
+        """`has_stops`: ask the sequence whether a token completes a stop text; None = where `sampling` has such."""
         self.sequence = sequence
         self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
@@ -169,7 +172,8 @@ class BackendRow:
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
         self.num_sampled = 0
         self._hit_limit = False
-        self._has_stop_texts, self._is_stopped = bool(sampling.stop), False
+        self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops
+        self._is_stopped = False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
