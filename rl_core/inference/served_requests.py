@@ -56,7 +56,9 @@ class TopTokens:
         if not rows:
             return None
         ids, logprobs, rest = zip(*rows, strict=True)
-        return cls(np.stack(ids).astype(np.int32), np.stack(logprobs).astype(np.float32), np.float32(rest))
+        return cls(
+            np.stack(ids).astype(np.int32), np.stack(logprobs).astype(np.float32), np.array(rest, dtype=np.float32)
+        )
 
 
 @dataclass(eq=False, slots=True)
