@@ -37,6 +37,7 @@ from flows.cli.pipeline_commands import (
 )  # fmt: skip
 from flows.cli.review_commands import analyze, approve, compare, evaluate, gc, promote, replay, runs, sync
 from flows.cli.service_commands import doctor, down, monitor, status, ui, up
+from flows.cli.serving import serve
 from flows.cli.training_service import service
 from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
@@ -165,7 +166,7 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 _ALL = (
     init, convert, data, run, sweep, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve,
-    resume, up, down, status, service, ui, monitor, runs, compare, replay, verify_resume, sync, gc, doctor,
+    resume, up, down, status, serve, service, ui, monitor, runs, compare, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage", "sweep")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -57,7 +57,7 @@ typedef struct {
     double *logprobs;            /* [slots, most]: and their log-probabilities */
     int64_t most;
     const uint8_t *is_end;       /* [V] */
-    float temperature;
+    const float *temperatures;    /* [slots] */
 } Sampling;
 
 static inline void add_bias(const float *bias, int64_t columns, int64_t first, int64_t end, int is_first, float *out) {
@@ -163,7 +163,7 @@ void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int
 static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const float *logits, float *room) {
     int64_t token, at = n * a->most;
     float logprob;
-    draw_row(logits, m->V, a->uniforms[at + a->sampled[n]], a->temperature, room, &token, &logprob);
+    draw_row(logits, m->V, a->uniforms[at + a->sampled[n]], a->temperatures[n], room, &token, &logprob);
     a->chosen[at + a->acted[n]] = a->tokens[n] = token;
     a->logprobs[at + a->acted[n]] = logprob;
     a->positions[n]++;

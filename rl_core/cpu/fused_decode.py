@@ -106,7 +106,7 @@ class _Sampling(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "logprobs")),
         ("most", ctypes.c_int64),
         ("is_end", ctypes.c_void_p),
-        ("temperature", ctypes.c_float),
+        ("temperatures", ctypes.c_void_p),
     ]
 
 
@@ -137,6 +137,7 @@ class SlotStates:
     uniforms: np.ndarray  # float64 [slots, most]: number `sampled` decides the next token
     chosen: np.ndarray  # int64 [slots, most], tokens of this turn
     logprobs: np.ndarray  # float64 [slots, most], theirs
+    temperatures: np.ndarray  # float32 [slots]
 
 
 class SlotAdapters:
@@ -223,9 +224,7 @@ class FusedStep:
         )  # fmt: skip
         return logits_nV
 
-    def sample(
-        self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, temperature: float, steps: int
-    ) -> None:
+    def sample(self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, steps: int) -> None:
         """Sample `steps` tokens for each of the first slots, fewer where its turn ends before.
 
         A turn ends by a token of `is_end_V` (bool), where no further one is within the limit, or by a log-probability
@@ -237,7 +236,7 @@ class FusedStep:
         fields, model = step.fields, self._model
         sampling = _Sampling(
             **{name: getattr(states, name).ctypes.data for name in states.__slots__},
-            most=states.chosen.shape[1], is_end=is_end_V.ctypes.data, temperature=temperature,
+            most=states.chosen.shape[1], is_end=is_end_V.ctypes.data,
         )  # fmt: skip
         logits_nV = self._room.new_empty(fields.tokens, model.V)
         drawing = self._room.new_empty(fields.threads, 2 * (model.V + WIDTH))

@@ -162,6 +162,10 @@ class Decoder:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
 
+    def release(self) -> None:
+        """Let go of the cache, until the next `reserve`."""
+        self._forget_cache()
+
     def _forget_cache(self) -> None:
         """Let go of the cache and of every view of it."""
         self._cache = self._tables_of = self._fused = None
@@ -237,6 +241,12 @@ class Decoder:
         """Copy prefilled rows into slots."""
         assert self._cache is not None
         self._cache[:, :, slots, :, : kv.shape[4]] = kv[:, :, rows]
+
+    @torch.inference_mode()
+    def taken(self, slot: int, length: int) -> torch.Tensor:
+        """A copy of a slot's first tokens, as `fill` takes them: [layers, 2, 1, K, length, D]."""
+        assert self._cache is not None
+        return self._cache[:, :, slot : slot + 1, :, :length].clone()
 
     @torch.inference_mode()
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
@@ -324,14 +334,12 @@ class Decoder:
         return self._fused is not None and not sampling.is_restricted
 
     @torch.inference_mode()
-    def sample_steps(
-        self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, steps: int
-    ) -> None:
+    def sample_steps(self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int) -> None:
         """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
         assert self._fused is not None and self._cache is not None
         positions_n = torch.from_numpy(states.positions)[:count]
         step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
-        self._fused.sample(step, states, is_end_V, sampling.temperature, steps)
+        self._fused.sample(step, states, is_end_V, steps)
 
     def draw(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings

@@ -26,6 +26,7 @@ __all__ = [
     "check_prompt",
     "check_weights",
     "draw",
+    "log_probabilities",
     "penalized",
     "restricted",
     "sequence_seed",
@@ -103,20 +104,28 @@ def draw(
         softmax(logits / temperature) renormalised over the kept tokens. Greedy tokens are drawn from none: at
         temperature 0 those of softmax(logits).
     """
-    if temperature in (0, 1):
-        log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
-    else:
-        log_p_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+    log_p_BV = log_probabilities(logits_BV, temperature, restriction)
     if temperature == 0:
         logprobs_B, tokens_B = log_p_BV.max(dim=-1)
         return tokens_B, logprobs_B
-    if restriction is not None:
-        log_p_BV = torch.log_softmax(restricted(log_p_BV, restriction), dim=-1)
     cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
     levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
     return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+
+
+def log_probabilities(
+    logits_BV: torch.Tensor, temperature: float, restriction: SamplingSettings | None = None
+) -> torch.Tensor:
+    """Log-probabilities float32 [B, V] that `draw` draws by; at temperature 0 those of softmax(logits)."""
+    if temperature in (0, 1):
+        log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
+    else:
+        log_p_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+    if restriction is None or temperature == 0:
+        return log_p_BV
+    return torch.log_softmax(restricted(log_p_BV, restriction), dim=-1)
 
 
 def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:

@@ -39,7 +39,7 @@ from rl_core.settings import SamplingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TransformersBackend"]
+__all__ = ["BackendRow", "TransformersBackend"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class TransformersBackend:
         check_weights(self._model)
         with evaluating(self._model):
             for start in range(0, len(sequences), sampling.slots):
-                rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
+                rows = [BackendRow(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
                     self._fit.compute([rows], functools.partial(play_turn, sampling=sampling))
@@ -86,7 +86,7 @@ class TransformersBackend:
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
-    def _play_turn(self, rows: list[_Row], sampling: SamplingSettings) -> None:
+    def _play_turn(self, rows: list[BackendRow], sampling: SamplingSettings) -> None:
         """Sample one action for every row."""
         device = self._model.device
         width = max(len(row.ids) for row in rows)
@@ -119,7 +119,7 @@ class TransformersBackend:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
 
     @torch.inference_mode()
-    def _play_turn_without_cache(self, rows: list[_Row], sampling: SamplingSettings) -> None:
+    def _play_turn_without_cache(self, rows: list[BackendRow], sampling: SamplingSettings) -> None:
         """As `_play_turn`; rows that have acted are left out."""
         device = self._model.device
         while rows := [row for row in rows if not row.has_acted(self._eos_ids)]:
@@ -131,7 +131,7 @@ class TransformersBackend:
             seen_BV = _seen(rows, logits_BV) if sampling.repetition_penalty != 1 else None
             self._add(rows, *_draw(logits_BV, uniforms_B, sampling, seen_BV))
 
-    def _add(self, rows: list[_Row], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
+    def _add(self, rows: list[BackendRow], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
         """Give every row that has not acted its token."""
         for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             if not row.has_acted(self._eos_ids):
@@ -148,7 +148,7 @@ def _draw(
     return draw(logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None)
 
 
-def _seen(rows: list[_Row], like_BV: torch.Tensor) -> torch.Tensor:
+def _seen(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:
     """bool [B, V], True = the token stands in the row."""
     seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
     for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
@@ -156,10 +156,13 @@ def _seen(rows: list[_Row], like_BV: torch.Tensor) -> torch.Tensor:
     return seen_BV
 
 
-class _Row:
+class BackendRow:
     """A sequence being played."""
 
-    def __init__(self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int) -> None:
+    def __init__(
+        self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int, has_stops: bool | None = None
+    ) -> None:
+        """`has_stops`: ask the sequence whether a token completes a stop text; None = where `sampling` has such."""
         self.sequence = sequence
         self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
@@ -169,7 +172,8 @@ class _Row:
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
         self.num_sampled = 0
         self._hit_limit = False
-        self._has_stop_texts, self._is_stopped = bool(sampling.stop), False
+        self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops
+        self._is_stopped = False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""

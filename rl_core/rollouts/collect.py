@@ -21,7 +21,7 @@ from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import fault
 from rl_core.types import RolloutGroup, ToolCall
 
-__all__ = ["EpisodeRequest", "Renderer", "collect"]
+__all__ = ["EpisodeRequest", "Renderer", "collect", "with_native_tools"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def collect(
         began differently; DataError when a prompt leaves no room in the context; SettingsError for native tools that
         cannot be used.
     """
-    renderer = _with_native_tools(renderer, environment.tools)
+    renderer = with_native_tools(renderer, environment.tools)
     failures = failures or EpisodeFailures(sampling.max_failed_share)
     planned, failed = len(requests) * group_size, _Failed(failures, len(requests) * group_size)
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> 
     )  # fmt: skip
 
 
-def _with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
+def with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
     """The renderer whose template describes the tools, where `native_tools` says so.
 
     Raises: SettingsError if the template does not, or writes calls in a form that the environment does not read.

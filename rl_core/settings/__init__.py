@@ -42,6 +42,7 @@ from rl_core.settings.service import (
     ServiceSettings,
     ServiceWorkerSettings,
 )
+from rl_core.settings.serving import ServingSettings
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -98,6 +99,7 @@ __all__ = [
     "ServiceServerSettings",
     "ServiceSettings",
     "ServiceWorkerSettings",
+    "ServingSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",

@@ -26,6 +26,7 @@ RUNS = {
     "up": "posttrain up",
     "deployment": "a run of a deployment",
     "service": "posttrain service up",
+    "serve": "posttrain serve",
 }
 
 
@@ -195,6 +196,9 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("service.exported", "a saved path is exported for the model registry", "service"),
         ("service.registered", "the registry has its version, the store does not know it", "service"),
         ("service.published", "the weights of a sampler are in their folder, there is no sampler", "service"),
+    ),
+    "serving": _group(
+        ("feedback.kept", "a label is in the journal, its sender does not know", "serve"),
     ),
     "flows": _group(
         ("flow.begun", "the flow has begun, the run has not"),

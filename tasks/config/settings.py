@@ -24,6 +24,7 @@ from rl_core.settings import (
     PolicySettings,
     PreferenceSettings,
     RewardModelSettings,
+    ServingSettings,
     Settings,
     SFTSettings,
     ThoughtsSettings,
@@ -265,6 +266,7 @@ class PipelineSettings(Settings):
     tracking: TrackingSettings = setting(TrackingSettings(), doc="where results go")
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
     retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
+    serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
     stages: StagesSettings = setting(doc="what is done")
 
     def check(self) -> None:

@@ -1,0 +1,182 @@
+"""Prompts of chat requests: messages and tools through the model's chat template, calls of tools out of its answers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flows.serving.chat_bodies import ChatBody, ChatMessage
+from flows.serving.refused import RefusedRequest
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.template_probe import takes_tools
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
+from rl_core.types import Message, ToolCall
+
+__all__ = ["ChatPrompt", "PromptMaker", "ReadAnswer"]
+
+_RENDERERS = 64  # with tools, that are kept
+_CALLS = 10_000  # answers with calls whose text is remembered
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A prompt's tokens, and the tools that its answer may call."""
+
+    ids: list[int]
+    tools: Toolset | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """An answer's text, or the calls in it; `calls` are in the dialect's form."""
+
+    content: str | None
+    calls: list[dict[str, Any]]
+
+
+class PromptMaker:
+    """Prompts for one tokenizer. Any thread; one prompt at a time."""
+
+    def __init__(
+        self, renderer: ChatRenderer, context: int, style: Literal["template", "instructions", "read"] = "template"
+    ) -> None:
+        """`context`: tokens of a prompt and its answer. `style`: see `serving.tools`."""
+        self.renderer, self._context, self._style = renderer, context, style
+        self._takes_tools = takes_tools(renderer.template.with_tools(()))
+        self._longest = max(map(len, renderer.tokenizer.get_vocab()), default=1)  # characters of a token
+        self._lock = threading.Lock()
+        self._texts: OrderedDict[str, str] = OrderedDict()  # id of a call -> the text in which the model wrote it
+        self._with_tools = functools.lru_cache(maxsize=_RENDERERS)(self._renderer_with)
+
+    def make(self, body: ChatBody) -> ChatPrompt:
+        """The prompt of a request. Raises: RefusedRequest (422)."""
+        if sum(len(message.text) for message in body.messages) > self._context * self._longest:
+            raise self._too_long(f"more than {self._context} tokens")
+        try:
+            with self._lock:
+                return self._make(body)
+        except (DataError, SettingsError) as error:
+            raise RefusedRequest(422, f"messages: {error}", param="messages") from None
+
+    def _make(self, body: ChatBody) -> ChatPrompt:
+        schemas = [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
+        tools = _toolset(schemas) if schemas else None
+        messages = [self._message(message, tools) for message in body.messages]
+        renderer = self.renderer
+        if tools is not None and self._style == "template" and self._takes_tools:
+            renderer = self._with_tools(json.dumps(schemas, sort_keys=True))
+        elif tools is not None and self._style == "instructions":
+            messages = _instructed(messages, tools.instructions())
+        if not messages:
+            raise RefusedRequest(422, "messages: there are none", param="messages")
+        ids = renderer.history_ids(messages)
+        if len(ids) >= self._context:
+            raise self._too_long(f"{len(ids)} tokens")
+        return ChatPrompt(ids, tools)
+
+    def _too_long(self, found: str) -> RefusedRequest:
+        return RefusedRequest(
+            422, f"messages: {found}; a prompt and its answer have {self._context} together (serving.context)",
+            param="messages", code="context_length_exceeded",
+        )  # fmt: skip
+
+    def _renderer_with(self, schemas: str) -> ChatRenderer:
+        return ChatRenderer(self.renderer.tokenizer, self.renderer.settings, json.loads(schemas), self.renderer.encoder)
+
+    def _message(self, message: ChatMessage, tools: Toolset | None) -> Message:
+        """A message in the library's form; calls that were made here stand as the model wrote them."""
+        role = "system" if message.role == "developer" else message.role
+        plain = Message(role=role, content=message.text)
+        if message.tool_call_id is not None and role == "tool":
+            plain["tool_call_id"] = message.tool_call_id
+        if message.name is not None and role == "tool":
+            plain["name"] = message.name
+        if not message.tool_calls or role != "assistant":
+            return plain
+        text = self._texts.get(message.tool_calls[0].id)
+        if text is not None:
+            plain["content"] = text
+            return plain
+        calls = [_plain_call(call.model_dump()) for call in message.tool_calls]
+        if tools is not None and not self._takes_tools:  # the server was started anew: as a policy trained here writes
+            known = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            if all(call.name in tools.tools for call in known):
+                plain["content"] = "\n".join([*filter(None, [message.text]), *(tools.format(call) for call in known)])
+                return plain
+        plain["tool_calls"] = calls
+        return plain
+
+    def token_text(self, token: int) -> str:
+        """Text of one token by itself."""
+        return str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
+
+    def read(self, text: str, tools: Toolset | None) -> ReadAnswer:
+        """The calls in an answer, or its text where there is none, or none that can be made."""
+        try:
+            found = tools.parse_all(text) if tools is not None else []
+        except ToolMisuse:
+            found = []
+        if not found:
+            return ReadAnswer(text, [])
+        calls: list[dict[str, Any]] = [
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+            for call in found
+        ]  # fmt: skip
+        with self._lock:
+            self._texts[calls[0]["id"]] = text
+            while len(self._texts) > _CALLS:
+                self._texts.popitem(last=False)
+        return ReadAnswer(None, calls)
+
+
+def _toolset(schemas: Sequence[Mapping[str, Any]]) -> Toolset:
+    """Tools that are read from answers; the client runs them. Raises: SettingsError for schemas that are none."""
+    made = []
+    for schema in schemas:
+        function = schema["function"]
+        properties = function["parameters"].get("properties", {})
+        required = function["parameters"].get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise SettingsError(f"tools: {function['name']}: parameters is no JSON schema of an object")
+        kinds = {name: _kind(kind) for name, kind in properties.items()}
+        optional = tuple(name for name in kinds if name not in required)
+        made.append(Tool(function["name"], function["description"], kinds, _not_here, optional=optional))
+    return Toolset(made)
+
+
+def _kind(schema: Any) -> Any:
+    """A plain type where the schema says no more than that, so that the line format reads it."""
+    if not isinstance(schema, dict):
+        raise SettingsError("tools: a property is no JSON schema")
+    if set(schema) <= {"type", "description", "title"} and isinstance(schema.get("type"), str):
+        return {"integer": int, "number": float, "string": str}.get(schema["type"], schema)
+    return schema
+
+
+def _not_here(**arguments: Any) -> str:
+    raise PosttrainError("tools of a request are run by its client")
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object. Raises: DataError."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        raise DataError(f"tool_calls: arguments of {function['name']} are no JSON") from None
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _instructed(messages: list[Message], text: str) -> list[Message]:
+    """With the description of the tools in the system message."""
+    if messages and messages[0]["role"] == "system":
+        return [Message(role="system", content=f"{messages[0]['content']}\n\n{text}"), *messages[1:]]
+    return [Message(role="system", content=text), *messages]

@@ -1,0 +1,137 @@
+"""`posttrain serve`: the process, from the model's name to the end of the last answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.operations.ports import check_port
+from flows.serving.chat_application import make_chat_app
+from flows.serving.chat_server import ChatServer
+from flows.serving.connections import bounded_connections, raise_file_limit
+from flows.serving.model_watch import ModelWatch
+from flows.serving.served_model import ModelPlace, NoChampion, load_served
+from rl_core.errors import BackendError, SettingsError
+from rl_core.settings import EnvironmentSettings, ModelSettings, ServingSettings
+from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import create_once, make_folder
+
+__all__ = ["Serving", "serve", "token_of"]
+
+log = logging.getLogger(__name__)
+
+SWITCH_SECONDS = 0.001  # of the interpreter's lock: the engine needs it seldom and briefly, and should not wait for it
+STOP_SECONDS = 5  # for answers that are being sent when the server is stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """All that `serve` needs to know."""
+
+    settings: ServingSettings
+    name: str  # by which clients ask for the model
+    place: ModelPlace
+    model: ModelSettings = field(default_factory=ModelSettings)
+    environment: EnvironmentSettings | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the token, labels and downloads."""
+        return self.place.output / "serving"
+
+    @property
+    def address(self) -> str:
+        """Base URL for clients."""
+        host = self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}/v1"
+
+
+def token_of(folder: Path) -> str:
+    """The token of a serving folder, made when it is first asked for; readable by its owner alone.
+
+    Raises: BackendError where the file is another user's.
+    """
+    path = folder / "token"
+    make_folder(folder)
+    create_once(path, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
+    try:
+        with open(path, opener=own_file) as file:
+            return file.read().strip()
+    except PermissionError:
+        raise BackendError(f"{path}: cannot be read: the server was started by somebody else") from None
+
+
+def serve(serving: Serving, *, waits: bool = False, say: Callable[[str], None] = print) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        waits: True = serve nothing until there is a champion, in place of an error.
+    Raises: SettingsError for a port that is taken or a model that is not there, with the next step; ModelError,
+        DataError for one that cannot be used; BackendError where the store does not answer.
+    """
+    settings = serving.settings
+    check_port(settings.port, "posttrain serve", "--port N")
+    token = token_of(serving.folder)
+    server = ChatServer(settings, serving.name, serving.folder, token, environment=serving.environment)
+    watch = ModelWatch(server, serving.place, settings, serving.model)
+    try:
+        _load(server, serving, waits, say)
+        watch.start()
+        _serve_http(server, serving, say)
+    finally:
+        watch.stop()
+        server.close()
+
+
+def _load(server: ChatServer, serving: Serving, waits: bool, say: Callable[[str], None]) -> None:
+    try:
+        server.begin(load_served(serving.place, serving.settings, serving.model))
+    except NoChampion as error:
+        if not waits:
+            raise
+        server.waits_for = str(error)
+        say(f"waiting    {error}")
+
+
+def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]) -> None:
+    import uvicorn
+
+    settings = serving.settings
+    raise_file_limit(settings.max_connections + 256)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    http: Any = bounded_connections(settings.max_connections, settings.idle_seconds)
+    web = uvicorn.Server(uvicorn.Config(
+        make_chat_app(server), http=http, host=settings.host, port=settings.port, log_level="warning",
+        access_log=False, timeout_keep_alive=max(1, int(settings.idle_seconds)), backlog=2048, lifespan="on",
+        timeout_graceful_shutdown=STOP_SECONDS, server_header=False, date_header=False,
+    ))  # fmt: skip
+    threading.Thread(target=_announce, args=(web, server, serving, say), daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
+        try:
+            web.run()
+        except SystemExit:
+            raise SettingsError(
+                f"port {settings.port} was taken by another process just now; choose another with --port N"
+            ) from None
+
+
+def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str], None]) -> None:
+    """Print address and token once the server answers."""
+    while not web.started and not web.should_exit:
+        time.sleep(0.05)
+    if not web.started:
+        return
+    model = server.model
+    say(f"serving    {serving.name} ({serving.place.reference}"
+        f"{f', version {model.version}' if model is not None and serving.place.is_registered else ''})")  # fmt: skip
+    say(f"base_url   {serving.address}")
+    say(f"api_key    in {serving.folder / 'token'}")
+    say("Ctrl-C stops it")

@@ -1,0 +1,278 @@
+"""The table of slots that sequences are decoded in: their state on the host, and one step for all of them.
+
+n active slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rl_core.cpu.fused_decode import SlotStates
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn
+from rl_core.errors import OutOfMemory
+from rl_core.inference.decoder import AppendedTokens, Decoder
+from rl_core.inference.sampling import RolloutSequence, check_logprob, check_observation, uniforms
+from rl_core.memory import MemoryFit, first_line, is_out_of_memory, note_out_of_memory
+
+__all__ = ["STEPS", "SlotTable"]
+
+STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
+
+
+class SlotTable(ABC):
+    """Slots of a decoder's cache and the sequences in them.
+
+    Slots 0..n-1 are active, n = `count`; those after them are free or wait: for their environment, or, where memory ran
+    out, until active ones have ended. `length` counts a slot's tokens in the cache; the newest token, `pending`, is
+    taken in by the next step, together with the slot's `to_append` (an observation's earlier tokens), which come before
+    it.
+    """
+
+    def __init__(
+        self, decoder: Decoder, slots: int, length: int, most: int, is_eos: np.ndarray, fit: MemoryFit
+    ) -> None:
+        """`length`: longest sequence; `most`: tokens that one may sample.
+
+        `fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it.
+        """
+        self._decoder, self._is_eos, self._fit = decoder, is_eos, fit
+        self._slots = self._reserve(slots, length)
+        self._count = 0
+        self._sequences: list[RolloutSequence | None] = [None] * self._slots  # None = a free slot
+        self._waiting_on_env: dict[int, PendingTurn] = {}
+        self._to_append: dict[int, list[int]] = {}
+        self._pending, self._length, self._limit, self._context, self._sampled, self._acted = (
+            np.zeros(self._slots, dtype=np.int64) for _ in range(6)
+        )
+        self._rows = np.arange(self._slots)
+        self._uniforms = np.zeros((self._slots, most))
+        self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
+        self._logprobs = np.zeros((self._slots, most))
+        self._temperatures = np.ones(self._slots, dtype=np.float32)
+        self._states = SlotStates(
+            tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
+            uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs, temperatures=self._temperatures,
+        )  # fmt: skip
+        self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
+
+    @abstractmethod
+    def _steps_at_once(self) -> int:
+        """Tokens that one call of compiled code may sample; 0 = there is something to do between two tokens."""
+
+    @abstractmethod
+    def _sample(
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The device's part of a step: tokens int64 [n] and their log-probabilities [n]."""
+
+    @abstractmethod
+    def _stopped(self, n: int) -> np.ndarray | None:
+        """bool [n], True = the slot's newest token completes a stop text; None = there are no stop texts."""
+
+    def _refuse(self, slot: int, logprob: float) -> None:
+        """Raise NonFiniteTensor for a slot's newest log-probability."""
+        check_logprob(logprob, int(self._sampled[slot]) - 1, self._decoder.dtype)
+
+    # -- beginning, waiting and ending ---------------------------------------------------------------------------------
+
+    def _reserve(self, slots: int, length: int) -> int:
+        """Reserve the cache of as many slots as fit into memory; returns their number."""
+        slots = min(slots, self._fit.limit or slots)
+        while True:
+            try:
+                self._decoder.reserve(slots, length)
+                return slots
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                slots = self._fewer(slots, first_line(error))
+
+    def _fewer(self, slots: int, problem: str) -> int:
+        """Half of the slots, noted as the limit. Raises: OutOfMemory where it is one that did not fit."""
+        if slots == 1:
+            raise OutOfMemory(
+                f"not even one sequence of these rollouts fits into memory ({problem}); {self._fit.advice}"
+            )
+        self._fit.limit = slots // 2
+        note_out_of_memory(self._fit.what, self._fit.limit, "slots")
+        return self._fit.limit
+
+    def _decodable(self) -> list[int]:
+        """Slots whose sequences have neither ended nor wait for their environment: the first ones that fit."""
+        found = [
+            slot
+            for slot in range(self._slots)
+            if self._sequences[slot] is not None and slot not in self._waiting_on_env
+        ]
+        return found[: self._fit.limit]
+
+    def _place(self, slot: int, sequence: RolloutSequence, limit: int, temperature: float) -> None:
+        """Put a sequence into a slot whose cache holds all of its prompt but the last token."""
+        prompt = sequence.prompt_ids
+        self._sequences[slot] = sequence
+        self._pending[slot], self._length[slot] = prompt[-1], len(prompt) - 1
+        self._limit[slot] = self._context[slot] = limit
+        self._sampled[slot] = self._acted[slot] = 0
+        self._temperatures[slot] = temperature
+        room = limit - len(prompt)
+        self._uniforms[slot, :room] = uniforms(sequence.seed, room)
+
+    def _compact(self, active: list[int]) -> None:
+        """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""
+        self._count = len(active)
+        holes = sorted(set(range(self._count)) - set(active))
+        if not holes:
+            return
+        outside = [slot for slot in active if slot >= self._count]
+        moves = dict(zip(holes, outside, strict=True))  # target -> source
+        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._waiting_on_env}
+        targets, sources = list(moves), list(moves.values())
+        # all sources are read before any target is written, so two slots can change places
+        self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
+        for array in self._by_slot():
+            array[targets] = array[sources]
+        if self._seen is not None:
+            self._seen[self._tensor(targets)] = self._seen[self._tensor(sources)]
+        sequences = {target: self._sequences[source] for target, source in moves.items()}
+        for slot in {*targets, *sources}:
+            self._sequences[slot] = sequences.get(slot)
+        moved_to = {source: target for target, source in moves.items()}
+        self._to_append = {moved_to.get(slot, slot): ids for slot, ids in self._to_append.items()}
+        self._waiting_on_env = {moved_to.get(slot, slot): turn for slot, turn in self._waiting_on_env.items()}
+
+    def _by_slot(self) -> tuple[np.ndarray, ...]:
+        """Every array whose first axis is the slots."""
+        return (
+            self._pending, self._length, self._limit, self._context, self._sampled, self._acted, self._temperatures,
+            self._uniforms, self._tokens, self._logprobs,
+        )  # fmt: skip
+
+    # -- one token for every slot --------------------------------------------------------------------------------------
+
+    def _step(self) -> tuple[bool, list[int]]:
+        """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
+        memory ends.
+
+        Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
+        """
+        while True:
+            try:
+                self._sample_active()
+                break
+            except Exception as error:  # nothing but the cache was written, and the same will be written there again
+                if not is_out_of_memory(error):
+                    raise
+                self._count = self._fewer(self._count, first_line(error))
+        n, rows = self._count, self._rows[: self._count]
+        newest, logprobs = self._pending[:n], self._logprobs[rows, self._acted[:n] - 1]
+        has_sampled = self._acted[:n] > 0  # False where a prompt is read piece by piece
+        is_broken = has_sampled & ~np.isfinite(logprobs)
+        for slot in np.flatnonzero(is_broken).tolist():
+            self._refuse(slot, float(logprobs[slot]))
+        has_ended = self._is_eos[newest] | is_broken
+        stopped = self._stopped(n)
+        if stopped is not None:
+            has_ended |= stopped
+        acted = np.flatnonzero(has_sampled & (has_ended | (self._length[:n] + 1 >= self._limit[:n])))
+        for slot in acted.tolist():
+            self._end_turn(slot, hit_limit=not has_ended[slot])
+        ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
+        return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
+
+    def _sample_active(self) -> None:
+        """Sample one token in each active slot, or several where nothing has to be appended."""
+        n = self._count
+        to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
+        if not to_append and (steps := self._steps_at_once()):
+            self._decoder.sample_steps(self._states, n, self._is_eos, steps)
+        else:
+            self._take_one(n, to_append)
+
+    def _take_one(self, n: int, to_append: dict[int, list[int]]) -> None:
+        """Sample one token in each of the first n slots, after what is to be appended."""
+        appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
+        tokens, positions = self._pending[:n], self._length[:n].copy()
+        for slot, ids in to_append.items():
+            positions[slot] += len(ids)
+        if appended is not None:
+            tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
+        rows, acted = self._rows[:n], self._acted[:n]
+        chosen, logprobs = self._sample(tokens, positions, n, appended)  # may raise: the run's state is as it was
+        for slot in to_append:
+            self._length[slot] += len(self._to_append.pop(slot))
+        self._logprobs[rows, acted] = logprobs
+        self._pending[:n] = self._tokens[rows, acted] = chosen
+        self._length[:n] += 1
+        self._sampled[:n] += 1
+        acted += 1
+
+    def _end_turn(self, slot: int, hit_limit: bool) -> None:
+        """Hand a finished action over; the slot then goes on, is free, or waits for its environment."""
+        sequence, count = self._sequences[slot], int(self._acted[slot])
+        assert sequence is not None
+        turnover = sequence.advance(
+            self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
+        )
+        self._acted[slot] = 0
+        if isinstance(turnover, PendingTurn):
+            self._waiting_on_env[slot] = turnover
+        else:
+            self._go_on(slot, turnover, hit_limit)
+
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
+        if observation is None:
+            self._sequences[slot] = None
+            return False
+        room = int(self._limit[slot] - self._length[slot]) - 1
+        check_observation(observation, room, int(self._context[slot]), hit_limit)
+        if isinstance(observation, NewContext):
+            ids = observation.ids
+            self._to_append[slot] = ids[:-1]
+            self._length[slot], self._limit[slot] = 0, observation.limit
+            if self._seen is not None:
+                self._seen[slot] = False
+        else:
+            ids = observation
+            self._to_append[slot] = [int(self._pending[slot]), *ids[:-1]]
+        if not self._to_append[slot]:  # a context of one token
+            del self._to_append[slot]
+        self._pending[slot] = ids[-1]
+        if self._seen is not None:
+            self._seen[slot, self._tensor(ids)] = True
+        return True
+
+    def _appended_tokens(
+        self, to_append: dict[int, list[int]], n: int
+    ) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
+        """Indices of the observation tokens of this step, and the tokens and positions themselves."""
+        if not to_append:
+            nothing = np.zeros(0, dtype=np.int64)
+            return None, nothing, nothing
+        slots = np.array(list(to_append), dtype=np.int64)
+        counts = np.array([len(ids) for ids in to_append.values()])
+        width = int(counts.max())
+        starts = np.cumsum(counts) - counts
+        column = np.arange(width)
+        inside = column < counts[:, None]
+        within = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
+        positions_XW = self._length[slots][:, None] + within
+        appended = AppendedTokens(
+            slots_X=self._tensor(slots),
+            slots_E=self._tensor(np.repeat(slots, counts)),
+            rows_XW=self._tensor(n + starts[:, None] + within),
+            positions_XW=self._tensor(positions_XW),
+            places_E=self._tensor(np.flatnonzero(inside)),
+            length=int(positions_XW.max()) + 1,
+        )
+        tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
+        return appended, tokens, positions_XW[inside]
+
+    def _tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
+        """On the device; integers as int64, floats as float64."""
+        array = np.asarray(values)
+        return torch.from_numpy(array).to(self._decoder.device, non_blocking=True)
