@@ -26,6 +26,7 @@ RUNS = {
     "up": "posttrain up",
     "deployment": "a run of a deployment",
     "service": "posttrain service up",
+    "online": "posttrain online",
 }
 
 
@@ -194,6 +195,16 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("service.exported", "a saved path is exported for the model registry", "service"),
         ("service.registered", "the registry has its version, the store does not know it", "service"),
         ("service.published", "the weights of a sampler are in their folder, there is no sampler", "service"),
+    ),
+    "online learning": _group(
+        ("online.appended", "records of the buffer are on the disk, nobody knows", "online"),
+        ("online.cut", "a torn record of a killed writer is cut off", "online"),
+        ("online.updated", "an update is computed, nothing of it is kept", "online"),
+        ("online.snapshot", "a snapshot is published, the pointer does not name it", "online"),
+        ("online.pointed", "it does", "online"),
+        ("online.saved", "the worker's state is saved, nothing is pruned", "online"),
+        ("online.pruned", "old snapshots and segments are removed", "online"),
+        ("online.rotated", "a full log of updates has its new name, there is no log yet", "online"),
     ),
     "flows": _group(
         ("flow.begun", "the flow has begun, the run has not"),
