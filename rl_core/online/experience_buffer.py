@@ -33,6 +33,7 @@ class KeptExperience:
     experience: Experience
     label: Label | None = None  # None = nothing to learn from yet
     times_learned: int = 0
+    agreed: bool | None = None  # feedback agreed with the consensus; None = it did not tell, or there was none
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class ExperienceBuffer:
             "slots": slots,
             "numbers": [self.slots[slot].number for slot in slots],
             "times_learned": [self.slots[slot].times_learned for slot in slots],
+            "agreed": [self.slots[slot].agreed for slot in slots],
             "labels": [_plain(self.slots[slot].label) for slot in slots],
             "errors": [self.errors[slot] for slot in slots],
             "free": list(self._free),
@@ -202,11 +204,11 @@ class ExperienceBuffer:
         self._free = list(state["free"])
         self.largest_error, self.newest_time = float(state["largest_error"]), float(state["newest_time"])
         self.evicted.update(state["evicted"])
-        rows = (state["slots"], state["numbers"], state["times_learned"], state["labels"], state["errors"])
-        for slot, number, times, label, error in zip(*rows, strict=True):
+        names = ("slots", "numbers", "times_learned", "agreed", "labels", "errors")
+        for slot, number, times, agreed, label, error in zip(*(state[name] for name in names), strict=True):
             experience = experiences[number]
             found = Label.from_json(label) if label is not None else None
-            self.slots[slot] = KeptExperience(number, experience, found, times)
+            self.slots[slot] = KeptExperience(number, experience, found, times, agreed)
             self.slot_of[experience.request_id] = slot
             self.errors[slot] = error
             if found is not None:

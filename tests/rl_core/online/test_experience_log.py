@@ -1,13 +1,11 @@
 """The log on the disk: nothing acknowledged is lost, torn ends are cut, damage costs one record, readers follow."""
 
 import os
+import resource
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
-from helpers import ROOT
 from helpers.online import experience
 
 from rl_core.errors import CheckpointError, DataError, FolderBusy
@@ -127,8 +125,6 @@ def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path):
         log.append_experience(experience("r1"))
         path = segments(tmp_path)[0][1]
         before = path.read_bytes()
-        import resource
-
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, hard))
@@ -143,32 +139,28 @@ def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path):
     assert numbers(tmp_path) == [1, 2]
 
 
-WRITER = """
-import sys
-from helpers.online import experience
-from rl_core.online.experience_log import ExperienceLog
-with ExperienceLog(sys.argv[1], segment_bytes=4000) as log:
-    print("begun", log.next_number, flush=True)
-    while True:
-        number = log.append_experience(experience(f"r{log.next_number}"))
-        print(number, flush=True)
-"""
-
-
 def killed_writer(folder, fault="", lines=0):
-    """A writer that is killed after so many acknowledgements, or at a fault; the numbers that it acknowledged."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "POSTTRAIN_FAULT": fault}
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], env=environment, stdout=subprocess.PIPE
-    ) as child:
-        got = []
-        for line in child.stdout:
-            if not line.startswith(b"begun"):
-                got.append(int(line))
+    """A forked writer that is killed after so many acknowledgements, or at a fault; the numbers it acknowledged."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            faults.configure(fault)
+            with ExperienceLog(folder, segment_bytes=4000) as log:
+                while True:
+                    number = log.append_experience(experience(f"r{log.next_number}"))
+                    os.write(writing, b"%d\n" % number)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    got = []
+    with os.fdopen(reading, "rb") as pipe:
+        for line in pipe:
+            got.append(int(line))
             if lines and len(got) >= lines:
-                child.kill()
-        child.wait()
-    assert child.returncode == -signal.SIGKILL
+                os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
     return got
 
 
