@@ -31,6 +31,7 @@ class KeptExperience:
 
     number: int  # of its record in the log
     experience: Experience
+    digest: str = ""  # of its record
     label: Label | None = None  # None = nothing to learn from yet
     times_learned: int = 0
     agreed: bool | None = None  # feedback agreed with the consensus; None = it did not tell, or there was none
@@ -90,11 +91,11 @@ class ExperienceBuffer:
         slot = self.slot_of.get(request_id)
         return None if slot is None else self.slots[slot]
 
-    def add(self, number: int, experience: Experience, label: Label | None, *, version: int) -> bool:
+    def add(self, number: int, experience: Experience, label: Label | None, *, version: int, digest: str = "") -> bool:
         """Take an experience in, after evicting what is too old, too stale, or beyond a cap.
 
         Args:
-            version: the newest policy version, for staleness.
+            version: the newest policy version, for staleness. digest: of the record.
         Returns: False where the request is here already, or the experience itself is too old or too stale.
         """
         if experience.request_id in self.slot_of:
@@ -110,7 +111,7 @@ class ExperienceBuffer:
         elif not self._free:
             self._evict(self._least(None), "priority")
         slot = self._free.pop()
-        self.slots[slot] = KeptExperience(number, experience)
+        self.slots[slot] = KeptExperience(number, experience, digest)
         self.slot_of[experience.request_id] = slot
         self.errors[slot] = self.largest_error
         if label is not None:
@@ -178,6 +179,7 @@ class ExperienceBuffer:
         return {
             "slots": slots,
             "numbers": [self.slots[slot].number for slot in slots],
+            "digests": [self.slots[slot].digest for slot in slots],
             "times_learned": [self.slots[slot].times_learned for slot in slots],
             "agreed": [self.slots[slot].agreed for slot in slots],
             "labels": [_plain(self.slots[slot].label) for slot in slots],
@@ -204,11 +206,11 @@ class ExperienceBuffer:
         self._free = list(state["free"])
         self.largest_error, self.newest_time = float(state["largest_error"]), float(state["newest_time"])
         self.evicted.update(state["evicted"])
-        names = ("slots", "numbers", "times_learned", "agreed", "labels", "errors")
-        for slot, number, times, agreed, label, error in zip(*(state[name] for name in names), strict=True):
+        names = ("slots", "numbers", "digests", "times_learned", "agreed", "labels", "errors")
+        for slot, number, digest, times, agreed, label, error in zip(*(state[name] for name in names), strict=True):
             experience = experiences[number]
             found = Label.from_json(label) if label is not None else None
-            self.slots[slot] = KeptExperience(number, experience, found, times, agreed)
+            self.slots[slot] = KeptExperience(number, experience, digest, found, times, agreed)
             self.slot_of[experience.request_id] = slot
             self.errors[slot] = error
             if found is not None:
