@@ -204,6 +204,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("online.pointed", "it does", "online"),
         ("online.saved", "the worker's state is saved, nothing is pruned", "online"),
         ("online.pruned", "old snapshots and segments are removed", "online"),
+        ("online.segment", "a segment of shared memory is made and locked, it has no size", "online"),
         ("online.rotated", "a full log of updates has its new name, there is no log yet", "online"),
     ),
     "flows": _group(
