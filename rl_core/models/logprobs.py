@@ -32,6 +32,7 @@ __all__ = [
     "completion_logprobs",
     "next_token_logprobs",
     "token_outputs",
+    "vocabulary_logprobs",
 ]
 
 
@@ -197,6 +198,31 @@ def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
         last_B = batch.attention_mask_BS.sum(1) - 1
         places_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
     return places_BS
+
+
+def vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
+    """log p over the whole vocabulary before every token that carries loss, at the batch's temperatures, with gradient.
+
+    Holds [N, V], so that a divergence can be taken exactly: for micro-batches of few tokens.
+    Args, Raises: as `token_outputs`.
+    Returns: float [N, V] in nats, at least float32; rows in the order of `loss_mask_BS.reshape(-1).nonzero()`.
+    """
+    _check_loss_mask(batch)
+    positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
+    temperatures_N = _temperatures(batch, positions_N)
+    base = unwrap(model)
+    if plain_head(base).allowed:
+        head = base.get_output_embeddings()
+        hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=False))
+        hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
+        logits_NV = functional.linear(hidden_NH, head.weight, head.bias)
+    else:
+        logits_BSV = base(**model_inputs(base, batch), use_cache=False).logits
+        logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, positions_N - 1)
+    logits_NV = logits_NV.to(at_least_float32(logits_NV.dtype))
+    if temperatures_N is not None:
+        logits_NV = logits_NV / temperatures_N[:, None]
+    return functional.log_softmax(logits_NV, dim=-1)
 
 
 @torch.no_grad()

@@ -10,6 +10,16 @@ from rl_core.settings.code_paths import code_paths
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
+from rl_core.settings.online import (
+    OnlineAuditSettings,
+    OnlineBufferSettings,
+    OnlineDriftSettings,
+    OnlineGateSettings,
+    OnlineLabelSettings,
+    OnlineSettings,
+    OnlineUpdateSettings,
+    VotingSettings,
+)
 from rl_core.settings.parts import (
     AnalysisSettings,
     DataSettings,
@@ -84,6 +94,13 @@ __all__ = [
     "MathSettings",
     "ModelSettings",
     "NumericSettings",
+    "OnlineAuditSettings",
+    "OnlineBufferSettings",
+    "OnlineDriftSettings",
+    "OnlineGateSettings",
+    "OnlineLabelSettings",
+    "OnlineSettings",
+    "OnlineUpdateSettings",
     "OptimizerSettings",
     "PolicySettings",
     "PreferenceSettings",
@@ -104,6 +121,7 @@ __all__ = [
     "TeacherSettings",
     "ThoughtsSettings",
     "ToolUseSettings",
+    "VotingSettings",
     "code_paths",
     "resolve_defaults",
     "setting",

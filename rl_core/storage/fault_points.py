@@ -27,6 +27,7 @@ RUNS = {
     "deployment": "a run of a deployment",
     "service": "posttrain service up",
     "serve": "posttrain serve",
+    "online": "posttrain online",
 }
 
 
@@ -199,6 +200,17 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
     ),
     "serving": _group(
         ("feedback.kept", "a label is in the journal, its sender does not know", "serve"),
+    ),
+    "online learning": _group(
+        ("online.appended", "records of the buffer are on the disk, nobody knows", "online"),
+        ("online.cut", "a torn record of a killed writer is cut off", "online"),
+        ("online.updated", "an update is computed, nothing of it is kept", "online"),
+        ("online.snapshot", "a snapshot is published, the pointer does not name it", "online"),
+        ("online.pointed", "it does", "online"),
+        ("online.saved", "the worker's state is saved, nothing is pruned", "online"),
+        ("online.pruned", "old snapshots and segments are removed", "online"),
+        ("online.segment", "a segment of shared memory is made and locked, it has no size", "online"),
+        ("online.rotated", "a full log of updates has its new name, there is no log yet", "online"),
     ),
     "flows": _group(
         ("flow.begun", "the flow has begun, the run has not"),

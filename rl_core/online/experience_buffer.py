@@ -1,0 +1,245 @@
+"""The buffer as the worker holds it: prioritised sampling, eviction, caps per caller.
+
+It is in memory; `experience_log` is the record on the disk.
+
+Nothing here reads a clock: ages are against the newest experience, staleness against the worker's own version. So the
+content follows from the records and their order alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_core.online.experience import Experience
+from rl_core.online.labels import Label
+from rl_core.online.sum_tree import SumTree
+from rl_core.settings import OnlineBufferSettings
+
+__all__ = ["Draw", "ExperienceBuffer", "KeptExperience", "importance_weights", "sampling_beta"]
+
+
+@dataclass(slots=True)
+class KeptExperience:
+    """An experience in the buffer, with what is known of it by now."""
+
+    number: int  # of its record in the log
+    experience: Experience
+    digest: str = ""  # of its record
+    label: Label | None = None  # None = nothing to learn from yet
+    times_learned: int = 0
+    agreed: bool | None = None  # feedback agreed with the consensus; None = it did not tell, or there was none
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Experiences drawn for an update."""
+
+    kept: tuple[KeptExperience, ...]  # [n] an experience may be drawn twice
+    weights: tuple[float, ...]  # [n] importance weights, the largest is 1
+
+
+def sampling_beta(update: int, *, start: float, updates: int) -> float:
+    """Exponent of the importance weights: from `start` to 1, linearly over `updates`. Source: arXiv:1511.05952."""
+    return start + (1.0 - start) * min(1.0, update / updates)
+
+
+def importance_weights(probabilities_N: Sequence[float], count: int, beta: float) -> list[float]:
+    """(count p_i)^-beta over their largest. Args: count: experiences that could be drawn. Source: arXiv:1511.05952."""
+    raw = [(count * p) ** -beta for p in probabilities_N]
+    return [value / max(raw) for value in raw]
+
+
+class ExperienceBuffer:
+    """At most `capacity` experiences; those with a label can be drawn, in proportion to (error + floor)^alpha.
+
+    A new or newly labelled experience has the largest error seen so far, so that it is drawn soon.
+    """
+
+    def __init__(self, settings: OnlineBufferSettings) -> None:
+        self.settings = settings
+        self.tree = SumTree(settings.capacity)
+        self.slots: dict[int, KeptExperience] = {}
+        self.slot_of: dict[str, int] = {}  # by request
+        self.errors: dict[int, float] = {}  # by slot
+        self.largest_error = 1.0
+        self.newest_time = 0.0
+        self.evicted: Counter[str] = Counter()  # by reason
+        self._free = list(range(settings.capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_drawable(self) -> int:
+        """Experiences with a label."""
+        return sum(kept.label is not None for kept in self.slots.values())
+
+    @property
+    def caller_cap(self) -> int:
+        """Experiences that one caller may hold."""
+        return max(1, math.floor(self.settings.capacity * self.settings.max_caller_share))
+
+    def find(self, request_id: str) -> KeptExperience | None:
+        """The experience of a request; None = it is not here, or no longer."""
+        slot = self.slot_of.get(request_id)
+        return None if slot is None else self.slots[slot]
+
+    def add(self, number: int, experience: Experience, label: Label | None, *, version: int, digest: str = "") -> bool:
+        """Take an experience in, after evicting what is too old, too stale, or beyond a cap.
+
+        Args:
+            version: the newest policy version, for staleness. digest: of the record.
+        Returns: False where the request is here already, or the experience itself is too old or too stale.
+        """
+        if experience.request_id in self.slot_of:
+            self.evicted["repeated"] += 1
+            return False
+        self.newest_time = max(self.newest_time, experience.time)
+        self.evict_old(version)
+        if self._reason_to_go(experience, version):
+            self.evicted["late"] += 1
+            return False
+        if self._held_by(experience.caller) >= self.caller_cap:
+            self._evict(self._least(experience.caller), "caller")
+        elif not self._free:
+            self._evict(self._least(None), "priority")
+        slot = self._free.pop()
+        self.slots[slot] = KeptExperience(number, experience, digest)
+        self.slot_of[experience.request_id] = slot
+        self.errors[slot] = self.largest_error
+        if label is not None:
+            self.set_label(experience.request_id, label)
+        return True
+
+    def set_label(self, request_id: str, label: Label) -> None:
+        """Give an experience its label; it may be drawn from now on, with the largest priority."""
+        slot = self.slot_of[request_id]
+        self.slots[slot].label = label
+        self._set_error(slot, self.largest_error)
+
+    def draw(self, count: int, beta: float, rng: np.random.Generator) -> Draw:
+        """`count` experiences, one from each of `count` equal parts of the total priority.
+
+        Raises: DataError where none has a label.
+        """
+        total = self.tree.total
+        masses = (np.arange(count) + rng.random(count)) * (total / count)
+        slots = [self.tree.find(float(mass)) for mass in masses]
+        probabilities = [float(self.tree.priorities[slot]) / total for slot in slots]
+        weights = importance_weights(probabilities, self.num_drawable, beta)
+        return Draw(tuple(self.slots[slot] for slot in slots), tuple(weights))
+
+    def learned(self, request_id: str, error: float) -> None:
+        """Note the error of an experience after an update. Raises: DataError for one that is no error."""
+        if not 0 <= error < math.inf:
+            raise DataError(f"error: {error} must be finite and at least 0")
+        slot = self.slot_of.get(request_id)
+        if slot is not None:
+            self.slots[slot].times_learned += 1
+            self.largest_error = max(self.largest_error, error)
+            self._set_error(slot, error)
+
+    def evict_old(self, version: int) -> None:
+        """Drop every experience that is too old or too stale."""
+        for slot in sorted(self.slots):
+            if reason := self._reason_to_go(self.slots[slot].experience, version):
+                self._evict(slot, reason)
+
+    def referenced_versions(self) -> set[int]:
+        """Policy versions that sampled an experience which is still here."""
+        return {kept.experience.policy_version for kept in self.slots.values()}
+
+    def first_number(self) -> int | None:
+        """The smallest record number that is still here."""
+        return min((kept.number for kept in self.slots.values()), default=None)
+
+    def metrics(self) -> dict[str, float]:
+        """Size, share of the largest caller, ages, evictions by reason."""
+        held = Counter(kept.experience.caller for kept in self.slots.values())
+        ages = [self.newest_time - kept.experience.time for kept in self.slots.values()]
+        found = {
+            "online/buffer_size": float(len(self.slots)),
+            "online/buffer_drawable": float(self.num_drawable),
+            "online/buffer_callers": float(len(held)),
+            "online/buffer_largest_caller": max(held.values(), default=0) / max(1, len(self.slots)),
+            "online/buffer_age_max_seconds": max(ages, default=0.0),
+        }
+        return found | {f"online/evicted/{reason}": float(count) for reason, count in sorted(self.evicted.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the experiences themselves, which are in the log under their numbers."""
+        slots = sorted(self.slots)
+        return {
+            "slots": slots,
+            "numbers": [self.slots[slot].number for slot in slots],
+            "digests": [self.slots[slot].digest for slot in slots],
+            "times_learned": [self.slots[slot].times_learned for slot in slots],
+            "agreed": [self.slots[slot].agreed for slot in slots],
+            "labels": [_plain(self.slots[slot].label) for slot in slots],
+            "errors": [self.errors[slot] for slot in slots],
+            "free": list(self._free),
+            "largest_error": self.largest_error,
+            "newest_time": self.newest_time,
+            "evicted": dict(self.evicted),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], experiences: Mapping[int, Experience]) -> None:
+        """Inverse of `state_dict`.
+
+        Args:
+            experiences: by record number; all that the state names.
+        Raises: DataError where one is missing.
+        """
+        missing = [number for number in state["numbers"] if number not in experiences]
+        if missing:
+            raise DataError(
+                f"the buffer's record {missing[0]} is gone, and {len(missing) - 1} more; the log was changed"
+            )
+        self.__init__(self.settings)  # type: ignore[misc]
+        self._free = list(state["free"])
+        self.largest_error, self.newest_time = float(state["largest_error"]), float(state["newest_time"])
+        self.evicted.update(state["evicted"])
+        names = ("slots", "numbers", "digests", "times_learned", "agreed", "labels", "errors")
+        for slot, number, digest, times, agreed, label, error in zip(*(state[name] for name in names), strict=True):
+            experience = experiences[number]
+            found = Label.from_json(label) if label is not None else None
+            self.slots[slot] = KeptExperience(number, experience, digest, found, times, agreed)
+            self.slot_of[experience.request_id] = slot
+            self.errors[slot] = error
+            if found is not None:
+                self._set_error(slot, error)
+
+    def _reason_to_go(self, experience: Experience, version: int) -> str:
+        if self.newest_time - experience.time > self.settings.max_age_s:
+            return "age"
+        return "staleness" if version - experience.policy_version > self.settings.max_staleness else ""
+
+    def _held_by(self, caller: str) -> int:
+        return sum(kept.experience.caller == caller for kept in self.slots.values())
+
+    def _least(self, caller: str | None) -> int:
+        """Slot of the experience to go (of a caller): those without a label first, then by error, then by age."""
+        slots = [s for s, kept in self.slots.items() if caller is None or kept.experience.caller == caller]
+        return min(slots, key=lambda s: (self.slots[s].label is not None, self.errors[s], self.slots[s].number))
+
+    def _evict(self, slot: int, reason: str) -> None:
+        kept = self.slots.pop(slot)
+        del self.slot_of[kept.experience.request_id], self.errors[slot]
+        self.tree.set(slot, 0.0)
+        self._free.append(slot)
+        self.evicted[reason] += 1
+
+    def _set_error(self, slot: int, error: float) -> None:
+        self.errors[slot] = error
+        self.tree.set(slot, (error + self.settings.priority_floor) ** self.settings.priority_exponent)
+
+
+def _plain(label: Label | None) -> dict[str, Any] | None:
+    return None if label is None else label.to_json()

@@ -1,0 +1,158 @@
+"""Labels: what stands for the truth in the reward, where it came from, and how often pseudo-labels were right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rl_core.analysis.statistics import wilson_interval
+from rl_core.errors import DataError
+from rl_core.online.voting import VoteOutcome, plain_text
+
+__all__ = ["Label", "LabelSource", "PseudoLabelPrecision", "feedback_label", "prevailing", "pseudo_label"]
+
+LabelSource = Literal["consensus", "environment", "feedback"]
+_RANK = {"environment": 0, "consensus": 1, "feedback": 2}
+MAX_TEXT = 65_536  # characters of an answer or a comment
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A right answer, or a score of one answer.
+
+    answer: `text` is the right answer to the request. score: `score` is the reward of the answers that equal `text`
+    (None = the answer that was given); nothing is known of the others. played: the environment's own reward stands.
+    """
+
+    kind: Literal["answer", "score", "played"]
+    source: LabelSource
+    text: str | None = None
+    score: float | None = None
+    confidence: float = 1.0
+    comment: str = ""
+
+    def check(self) -> None:
+        """Raise DataError for a label that says nothing, or is too long."""
+        if self.source not in _RANK or self.kind not in ("answer", "score", "played"):
+            raise DataError(f"label: kind {self.kind!r} of source {self.source!r} is unknown")
+        if self.kind == "answer" and (self.text is None or not self.text.strip()):
+            raise DataError("label: an answer needs a text")
+        if self.kind == "score" and (self.score is None or not math.isfinite(self.score) or abs(self.score) > 1):
+            raise DataError(f"label: score {self.score} must be a number from -1 to 1")
+        if not 0 <= self.confidence <= 1:
+            raise DataError(f"label: confidence {self.confidence} must lie between 0 and 1")
+        for name, value in (("text", self.text), ("comment", self.comment)):
+            if value is not None and len(value) > MAX_TEXT:
+                raise DataError(f"label: {name} of {len(value)} characters; at most {MAX_TEXT}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Label:
+        """Inverse of `to_json`. Raises: DataError."""
+        try:
+            label = cls(**row)
+            label.check()
+        except TypeError as error:
+            raise DataError(f"label: {error}") from error
+        return label
+
+
+def pseudo_label(
+    vote: VoteOutcome, *, min_confidence: float, min_votes: int, confidence: Literal["share", "wilson"] = "share"
+) -> Label | None:
+    """The vote's answer as a label, where at least `min_votes` ballots were cast with this confidence; else None.
+
+    Args:
+        confidence: of the vote that is compared: the winner's share, or the lower bound of its Wilson interval.
+    """
+    found = vote.confidence if confidence == "share" else vote.low
+    if vote.answer is None or not vote.answer.strip() or vote.num_ballots < min_votes or found < min_confidence:
+        return None
+    return Label("answer", "consensus", text=vote.answer, confidence=vote.confidence)
+
+
+def feedback_label(
+    given: str | None,
+    *,
+    right: str | None = None,
+    score: float | None = None,
+    thumbs: Literal["up", "down"] | None = None,
+    comment: str = "",
+) -> Label:
+    """Label of what a caller said about an answer.
+
+    Args:
+        given: the answer that the caller got; None = it had none.
+        right: the right answer. score: of the answer given, -1 to 1. thumbs: up = it is right, down = it is worth 0.
+    Raises: DataError unless exactly one of the three is there.
+    """
+    if sum(value is not None for value in (right, score, thumbs)) != 1:
+        raise DataError("feedback: needs exactly one of a right answer, a score, and thumbs up or down")
+    if thumbs not in (None, "up", "down"):
+        raise DataError(f"feedback: thumbs {thumbs!r} must be up or down")
+    if right is not None:
+        label = Label("answer", "feedback", text=right, comment=comment)
+    elif thumbs == "up" and given is not None and given.strip():
+        label = Label("answer", "feedback", text=given, comment=comment)
+    else:
+        value = score if score is not None else float(thumbs == "up")
+        label = Label("score", "feedback", text=given, score=value, comment=comment)
+    label.check()
+    return label
+
+
+def prevailing(old: Label | None, new: Label) -> Label:
+    """The label that counts: feedback over consensus over the environment's reward; of equal rank the later one."""
+    return new if old is None or _RANK[new.source] >= _RANK[old.source] else old
+
+
+@dataclass(slots=True)
+class PseudoLabelPrecision:
+    """How often feedback agreed with the pseudo-label of the same request; each request counts once, as it stands."""
+
+    agreed: int = 0
+    disagreed: int = 0
+
+    def observe(self, pseudo: Label, feedback: Label, normal: Callable[[str], str] = plain_text) -> bool | None:
+        """Count one pair. Returns: True = they agree; None = the feedback does not tell (a score of another answer).
+
+        A right answer agrees where it has the same normal form. A score of the consensus agrees at 0.5 or more.
+        """
+        verdict = _agreement(pseudo, feedback, normal)
+        if verdict is not None:
+            self.agreed += verdict
+            self.disagreed += not verdict
+        return verdict
+
+    def take_back(self, verdict: bool | None) -> None:
+        """Undo a pair whose feedback has been replaced."""
+        if verdict is not None:
+            self.agreed -= verdict
+            self.disagreed -= not verdict
+
+    def metrics(self) -> dict[str, float]:
+        """online/pseudo_label_precision with its 95% Wilson interval, and the number of pairs; {} without a pair."""
+        count = self.agreed + self.disagreed
+        if not count:
+            return {}
+        low, high = wilson_interval(self.agreed, count)
+        return {
+            "online/pseudo_label_precision": self.agreed / count,
+            "online/pseudo_label_precision_low": low,
+            "online/pseudo_label_precision_high": high,
+            "online/pseudo_labels_checked": float(count),
+        }
+
+
+def _agreement(pseudo: Label, feedback: Label, normal: Callable[[str], str]) -> bool | None:
+    assert pseudo.text is not None, "a consensus has an answer"
+    if feedback.kind == "answer" and feedback.text is not None:
+        return normal(feedback.text) == normal(pseudo.text)
+    if feedback.kind == "score" and feedback.text is not None and normal(feedback.text) == normal(pseudo.text):
+        return feedback.score is not None and feedback.score >= 0.5
+    return None

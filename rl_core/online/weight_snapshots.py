@@ -1,0 +1,181 @@
+"""Versioned snapshots of the served weights: atomic, verified, with a pointer to the one that is live.
+
+    <folder>/LIVE                   name of the live snapshot
+    <folder>/snapshot-00000020/     weights.safetensors, manifest.json (version, names of tied weights)
+
+A snapshot holds the trainable weights alone; whoever reads it has the model that they belong to.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
+from rl_core.storage.faults import fault
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder, set_aside
+from rl_core.storage.folders import publish_folder, put_bytes
+from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
+from rl_core.storage.single_files import make_folder, write_text_atomic
+
+__all__ = ["WeightSnapshots"]
+
+logger = logging.getLogger(__name__)
+
+POINTER = "LIVE"
+WEIGHTS = "weights.safetensors"
+_NAME = re.compile(r"snapshot-(\d{8,18})")
+
+
+class WeightSnapshots:
+    """Snapshots of one folder. One process publishes and prunes; any number read."""
+
+    def __init__(self, folder: Path | str, cached: int = 2) -> None:
+        """cached: versions whose weights stay in memory."""
+        self.folder = Path(folder)
+        self._cached = cached
+        self._cache: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+
+    def path(self, version: int) -> Path:
+        """Folder of a version."""
+        return self.folder / f"snapshot-{version:08d}"
+
+    def versions(self) -> list[int]:
+        """Versions that are there, the oldest first, valid or not."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor], facts: Mapping[str, Any] | None = None) -> str:
+        """Make a snapshot that is complete before it has its name; returns the SHA-256 of its weights.
+
+        A version that is there already, because its publisher was killed afterwards, has to hold the same bits; a
+        damaged one is set aside and made again.
+        Raises: NonFiniteError naming a weight that is not finite; CheckpointError where the disk refuses, or the
+            version is there with other weights.
+        """
+        for name, tensor in weights.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"{name} is not finite: snapshot {version} is not published")
+        unique, same = _without_ties(weights)
+        data = safetensors.torch.save(unique)
+        digest = digest_bytes(data)
+        make_folder(self.folder)
+        clear_leftovers(self.folder)
+        found = self._digest(version)
+        if found is not None and found != digest:
+            raise CheckpointError(
+                f"{self.path(version)}: holds other weights than those of the same update, computed again; another "
+                "machine, number of threads or version made it. Go on in a new folder, or remove the old snapshots"
+            )
+        if found is None:
+            extra = {"kind": "snapshot", "version": version, "same": same, "facts": dict(facts or {})}
+
+            def write(folder: Path) -> dict[str, str]:
+                put_bytes(folder / WEIGHTS, data)
+                return {WEIGHTS: digest}
+
+            publish_folder(self.path(version), write, extra)
+        fault("online.snapshot")
+        return digest
+
+    def point_to(self, version: int) -> None:
+        """Make a version the live one. Raises: CorruptError for one that is damaged or not there."""
+        self._manifest(version)
+        write_text_atomic(self.folder / POINTER, self.path(version).name + "\n")
+        fault("online.pointed")
+
+    def live(self) -> int | None:
+        """The live version; None = none was named yet, or the pointer names nothing that could be a snapshot."""
+        try:
+            text = (self.folder / POINTER).read_bytes()[:100].decode("utf-8", "replace").strip()
+        except OSError:
+            return None
+        match = _NAME.fullmatch(text)
+        if match is None:
+            logger.warning("%s: %r is no snapshot's name; ignored", self.folder / POINTER, text)
+        return int(match[1]) if match else None
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """Weights of a version on the CPU, verified; not to be changed. Raises: CorruptError."""
+        if version in self._cache:
+            self._cache.move_to_end(version)
+            return self._cache[version]
+        manifest = self._manifest(version)
+        data = read_verified(self.path(version), WEIGHTS, manifest)
+        try:
+            found = safetensors.torch.load(data)
+            found |= {name: found[first] for name, first in dict(manifest["same"]).items()}
+        except Exception as error:  # the library's own errors, KeyError, ValueError
+            raise CorruptError(f"{self.path(version) / WEIGHTS}: {error}") from error
+        self._cache[version] = found
+        while len(self._cache) > self._cached:
+            self._cache.popitem(last=False)
+        return found
+
+    def find_weights(self, version: int) -> dict[str, torch.Tensor] | None:
+        """As `weights`; None with a warning where the version is gone or damaged."""
+        try:
+            return self.weights(version)
+        except CheckpointError as error:
+            if version in self.versions():
+                logger.warning("snapshot %d cannot be used: %s", version, error)
+            return None
+
+    def prune(self, keep: int, referenced: Collection[int]) -> list[int]:
+        """Remove all but the newest `keep`, the live one and those referred to; returns the versions removed."""
+        versions = self.versions()
+        kept = {*versions[len(versions) - min(keep, len(versions)) :], *referenced, self.live()}
+        removed = []
+        for version in versions:
+            if version not in kept:
+                try:
+                    remove_folder(self.path(version))
+                except CheckpointError as error:  # it is tried again
+                    logger.warning("an old snapshot stays: %s", error)
+                    continue
+                self._cache.pop(version, None)
+                removed.append(version)
+        return removed
+
+    def _manifest(self, version: int) -> dict[str, Any]:
+        manifest = read_manifest(self.path(version))
+        if manifest.get("kind") != "snapshot" or manifest.get("version") != version:
+            raise CorruptError(f"{self.path(version)}: is no snapshot {version}")
+        return manifest
+
+    def _digest(self, version: int) -> str | None:
+        """SHA-256 of the weights of a valid version; None = not there, or set aside just now."""
+        path = self.path(version)
+        if not path.exists():
+            return None
+        try:
+            return digest_bytes(read_verified(path, WEIGHTS, self._manifest(version)))
+        except CorruptError as error:
+            aside = set_aside(path, f".corrupt-{path.name}")
+            logger.warning("snapshot %d is damaged and was set aside as %s: %s", version, aside.name, error)
+            return None
+
+
+def _without_ties(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Weights with each tied one once, on the CPU; other name -> name under which it is stored."""
+    unique: dict[str, torch.Tensor] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    same: dict[str, str] = {}
+    for name in sorted(weights):
+        tensor = weights[name]
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in first:
+            same[name] = first[memory]
+        else:
+            first[memory] = name
+            unique[name] = tensor.detach().to("cpu").contiguous()
+    return unique, same

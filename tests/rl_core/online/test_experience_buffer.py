@@ -1,0 +1,213 @@
+"""Experiences, sum tree and buffer: checks, exact shares, eviction and caps by hand."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers.online import VOCABULARY, experience, recorded, rollout
+
+from rl_core.errors import DataError
+from rl_core.online.experience import Experience, check_experience
+from rl_core.online.experience_buffer import ExperienceBuffer, importance_weights, sampling_beta
+from rl_core.online.labels import Label
+from rl_core.online.sum_tree import SumTree
+from rl_core.settings import OnlineBufferSettings
+from rl_core.storage.checked_lines import parse, sealed
+
+LABEL = Label("answer", "feedback", text="a")
+
+
+def check(found, **options):
+    check_experience(found, vocab_size=VOCABULARY, **{"max_tokens": 100, **options})
+
+
+def test_an_experience_comes_back_to_the_last_bit():
+    made = experience(top=True, logprobs=(-0.1 - 1e-17, -math.pi))
+    record, problem = parse(sealed({"value": made.to_json()}))
+    back = Experience.from_json(record["value"])
+    assert problem == "" and json.dumps(back.to_json()) == json.dumps(made.to_json())
+    assert back.rollouts == made.rollouts and back.vote == made.vote
+    assert all(
+        (ours.logprobs_TK == theirs.logprobs_TK).all() and (ours.rest_T == theirs.rest_T).all()
+        for ours, theirs in zip(back.recorded, made.recorded, strict=True)
+    )
+    check(back)
+
+
+def changed(**changes):
+    """An experience whose first rollout has these values."""
+    made = experience()
+    first = dataclasses.replace(made.rollouts[0], **changes)
+    return dataclasses.replace(made, rollouts=(first, *made.rollouts[1:]))
+
+
+def with_recorded(**changes):
+    made = experience(top=True)
+    top = dataclasses.replace(recorded(made.rollouts[0]), **changes)
+    return dataclasses.replace(made, recorded=(top, *made.recorded[1:]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (lambda: changed(prompt_ids=[]), "rollouts.0.prompt_ids"),
+        (lambda: changed(prompt_ids=[1, VOCABULARY]), "rollouts.0.prompt_ids.1: 11"),
+        (lambda: changed(completion_ids=[3, True]), "rollouts.0.completion_ids.1: True"),
+        (lambda: changed(completion_ids=[3]), "rollouts.0.loss_mask: 2 entries for 1"),
+        (lambda: changed(sampler_logprobs=[-1.0, math.nan]), "rollouts.0.sampler_logprobs.1: nan"),
+        (lambda: changed(sampler_logprobs=[0.5, -1.0]), "rollouts.0.sampler_logprobs.0: 0.5"),
+        (lambda: changed(loss_mask=[False, False]), "no token was sampled"),
+        (lambda: changed(context_starts=[2]), "context_starts"),
+        (lambda: changed(trajectory=rollout(temperature=0.0).trajectory), "greedy"),
+        (lambda: changed(trajectory=rollout(version=3).trajectory), "policy_version: \\[0, 3\\]"),
+        (lambda: changed(trajectory=rollout(level="hard").trajectory), "one environment and level"),
+        (lambda: experience(caller=""), "caller"),
+        (lambda: experience(request="x" * 300), "request_id"),
+        (lambda: experience(time=math.inf), "time"),
+        (lambda: dataclasses.replace(experience(), rollouts=()), "rollouts: 0"),
+        (lambda: experience(answers=["a"] * 30), "at most 100"),
+        (lambda: with_recorded(rest_T=np.array([0.9, 0.9], np.float32)), "add up to"),
+        (lambda: with_recorded(ids_TK=np.array([[1, 1, 2], [0, 1, 2]], np.int32)), "occurs twice"),
+        (lambda: with_recorded(ids_TK=np.array([[1, 3, 2], [0, 1, 11]], np.int32)), "vocabulary has 11"),
+        (lambda: with_recorded(rest_T=np.array([0.5], np.float32)), "shapes"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_by_name(bad, named):
+    check(experience(top=True))
+    with pytest.raises(DataError, match=named):
+        check(bad())
+
+
+# ------------------------------------------------------------------------------------------------------------ sum tree
+
+
+def test_a_sum_tree_by_hand():
+    tree = SumTree(5)
+    for leaf, priority in enumerate([1.0, 0.0, 2.0, 3.0, 4.0]):
+        tree.set(leaf, priority)
+    assert tree.total == 10.0
+    assert [tree.find(m) for m in (0.0, 0.999, 1.0, 2.999, 3.0, 5.999, 6.0, 9.999, 10.0)] == [0, 0, 2, 2, 3, 3, 4, 4, 4]
+    tree.set(4, 0.0)
+    assert tree.total == 6.0 and tree.find(6.0) == 3  # never a leaf without priority
+    with pytest.raises(DataError, match="all priorities are 0"):
+        SumTree(3).find(0.0)
+    for leaf, priority in ((5, 1.0), (0, -1.0), (0, math.nan), (0, math.inf)):
+        with pytest.raises(DataError):
+            tree.set(leaf, priority)
+
+
+def test_a_sum_tree_agrees_with_cumulated_sums_and_does_not_drift():
+    rng = np.random.default_rng(0)
+    tree, priorities = SumTree(37), np.zeros(37)
+    for _ in range(2000):
+        leaf, value = int(rng.integers(37)), float(rng.choice([0.0, rng.random(), 1e-9 * rng.random()]))
+        tree.set(leaf, value)
+        priorities[leaf] = value
+    fresh = SumTree(37)
+    fresh.load_state_dict(tree.state_dict())
+    assert (fresh.nodes == tree.nodes).all()
+    edges = np.cumsum(priorities)
+    for mass in rng.random(500) * tree.total:
+        found = tree.find(float(mass))
+        assert (
+            priorities[found] > 0 and abs(edges[found] - priorities[found] / 2 - mass) <= priorities[found] / 2 + 1e-12
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- buffer
+
+
+def buffer(**options):
+    return ExperienceBuffer(OnlineBufferSettings(**{"capacity": 4, "max_caller_share": 1.0, **options}))
+
+
+def filled(found, names, **options):
+    for number, name in enumerate(names, start=1):
+        found.add(number, experience(name, **options), LABEL, version=0)
+    return found
+
+
+def test_importance_weights_and_beta_by_hand():
+    # (4 * 1/2)^-1/2 = 0.7071, (4 * 1/8)^-1/2 = 1.4142: over the largest 0.5 and 1
+    assert importance_weights([0.5, 0.125], 4, 0.5) == pytest.approx([0.5, 1.0])
+    assert importance_weights([0.5, 0.125], 4, 0.0) == [1.0, 1.0]
+    assert [sampling_beta(u, start=0.4, updates=100) for u in (0, 50, 100, 900)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
+
+
+def test_draws_follow_the_priorities_and_priorities_follow_the_errors():
+    found = filled(buffer(priority_exponent=1.0, priority_floor=0.1), ["r1", "r2", "r3"])
+    for name, error in (("r1", 0.0), ("r2", 0.2), ("r3", 0.5)):
+        found.learned(name, error)
+    assert found.tree.priorities.tolist() == pytest.approx([0.1, 0.3, 0.6, 0.0])
+    rng = np.random.default_rng(1)
+    counts = Counter(kept.experience.request_id for _ in range(4000) for kept in found.draw(1, 0.4, rng).kept)
+    for name, share in (("r1", 0.1), ("r2", 0.3), ("r3", 0.6)):
+        assert counts[name] / 4000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 4000))
+    drawn = found.draw(10, 1.0, rng)  # one from each tenth of the mass: exactly in proportion
+    assert Counter(kept.experience.request_id for kept in drawn.kept) == {"r1": 1, "r2": 3, "r3": 6}
+    assert drawn.weights == pytest.approx([1.0] + [1 / 3] * 3 + [1 / 6] * 6)
+
+
+def test_without_a_label_nothing_is_drawn_and_a_new_one_comes_first():
+    found = buffer()
+    found.add(1, experience("r1"), None, version=0)
+    with pytest.raises(DataError, match="priorities are 0"):
+        found.draw(1, 1.0, np.random.default_rng(0))
+    found.set_label("r1", LABEL)
+    found.learned("r1", 3.0)
+    found.add(2, experience("r2"), LABEL, version=0)
+    assert found.errors == {0: 3.0, 1: 3.0}  # as large as any so far
+    with pytest.raises(DataError, match="error"):
+        found.learned("r1", math.nan)
+
+
+def test_eviction_takes_the_least_first():
+    found = filled(buffer(), ["r1", "r2", "r3", "r4"])
+    for name, error in (("r1", 0.5), ("r2", 0.1), ("r3", 0.9), ("r4", 0.1)):
+        found.learned(name, error)
+    found.add(5, experience("r5"), None, version=0)
+    assert set(found.slot_of) == {"r1", "r3", "r4", "r5"}  # of r2 and r4 the older one
+    found.add(6, experience("r6"), LABEL, version=0)
+    assert set(found.slot_of) == {"r1", "r3", "r4", "r6"}  # r5 has no label
+    assert sum(found.evicted.values()) == 2 and found.tree.priorities.min() > 0
+
+
+def test_nobody_owns_the_buffer():
+    found = filled(buffer(capacity=8, max_caller_share=0.25), [f"m{i}" for i in range(50)], caller="mallory")
+    for number in range(5):
+        found.add(100 + number, experience(f"a{number}", caller=f"anna{number}"), LABEL, version=0)
+    assert Counter(kept.experience.caller for kept in found.slots.values())["mallory"] == 2
+    assert len(found) == 7 and found.evicted == {"caller": 48}
+    assert found.metrics()["online/buffer_largest_caller"] == pytest.approx(2 / 7)
+
+
+def test_eviction_by_age_and_by_staleness():
+    found = filled(buffer(max_age_s=100, max_staleness=10), ["r1", "r2"])
+    found.add(3, experience("r3", time=1101.0, version=9), LABEL, version=9)
+    assert set(found.slot_of) == {"r3"} and found.evicted["age"] == 2
+    assert not found.add(4, experience("r4", time=1000.0, version=9), LABEL, version=9)  # came late
+    found.evict_old(19)
+    assert set(found.slot_of) == {"r3"}
+    found.evict_old(20)
+    assert len(found) == 0 and found.evicted["staleness"] == 1
+    assert not filled(buffer(), ["r1"]).add(2, experience("r1"), LABEL, version=0)  # the same request again
+
+
+def test_state_comes_back_and_goes_on_alike():
+    found = filled(buffer(capacity=3, max_caller_share=1.0), ["r1", "r2", "r3", "r4", "r5"])
+    found.learned("r4", 0.25)
+    kept = {number: experience(f"r{number}") for number in range(1, 7)}
+    other = buffer(capacity=3)
+    other.load_state_dict(found.state_dict(), kept)
+    for one in (found, other):
+        one.add(6, kept[6], LABEL, version=0)
+    assert other.state_dict() == found.state_dict()
+    assert (other.tree.nodes == found.tree.nodes).all()
+    rngs = [np.random.default_rng(3) for _ in range(2)]
+    drawn = [[k.number for k in one.draw(8, 0.5, rng).kept] for one, rng in zip((found, other), rngs, strict=True)]
+    assert drawn[0] == drawn[1]
+    with pytest.raises(DataError, match="record"):
+        buffer(capacity=3).load_state_dict(found.state_dict(), {})

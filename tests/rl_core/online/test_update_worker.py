@@ -1,0 +1,314 @@
+"""The update worker: live, lagging, killed, resumed and replayed it computes the same bits; labels, alarms, pruning."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from helpers.online_worker import answered, make_worker, outcome, settings, write_traffic
+
+from rl_core.errors import CheckpointError, DataError, FolderBusy, ResumeRefused
+from rl_core.online.experience_log import ExperienceLog, segments
+from rl_core.online.labels import Label, feedback_label
+from rl_core.online.update_audit import AUDIT, CONTRIBUTION, UpdateAudit
+from rl_core.online.update_step import UpdateReport
+from rl_core.settings import OnlineAuditSettings, OnlineBufferSettings, OnlineDriftSettings, OnlineLabelSettings
+from rl_core.storage import faults
+from rl_core.storage.rotated_lines import RotatedLines
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traffic")
+    write_traffic(folder / "log", range(13))
+    return folder / "log"
+
+
+@pytest.fixture(scope="module")
+def whole(traffic, tmp_path_factory):
+    """Outcome of a worker that nothing disturbed."""
+    with make_worker(tmp_path_factory.mktemp("whole"), traffic) as worker:
+        worker.run_to_end()
+        return outcome(worker)
+
+
+def test_updates_are_due_by_records_alone(traffic, tmp_path):
+    with make_worker(tmp_path, traffic) as worker:
+        places = []
+        while worker.step():
+            places.append((worker.updates, worker.records))
+        assert places == [(update, 2 + 2 * update) for update in range(1, 8)]  # 13 requests, 3 labels
+        assert worker.counts["labels"] == 3 and worker.counts["pseudo_labels"] > 0
+        assert worker.learner.taken >= 6 and worker.served == 6
+        assert worker.learner.snapshots.versions()[-2:] == [4, 6]
+
+
+def test_a_worker_beside_the_writer_equals_one_that_comes_later(tmp_path, whole):
+    with make_worker(tmp_path, tmp_path / "log") as worker:
+        for number in range(13):
+            write_traffic(tmp_path / "log", [number])
+            if number % 3 == 0:
+                while worker.step():
+                    pass
+        worker.run_to_end()
+        assert outcome(worker) == whole
+
+
+def forked(work):
+    """Exit status of a forked child that does this."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+POINTS = ("online.updated:2:kill", "online.snapshot:4:kill", "online.saved:1:kill")
+MORE = ("publish.manifest:1:kill", "pointer.written:1:kill", "online.pruned:1:kill", "online.updated:1:kill",
+        "publish.file:3:kill", "online.saved:1:kill")  # fmt: skip
+
+
+@pytest.mark.parametrize("points", [POINTS, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_killed_anywhere_and_resumed_it_computes_the_same_bits(traffic, whole, tmp_path, points):
+    torch.set_num_threads(1)
+
+    def run(fault):
+        faults.configure(fault)
+        with make_worker(tmp_path, traffic) as worker:
+            worker.run_to_end()
+
+    for fault in points:
+        assert os.WTERMSIG(forked(lambda fault=fault: run(fault))) == signal.SIGKILL, fault
+    with make_worker(tmp_path, traffic) as worker:
+        worker.run_to_end()
+        assert outcome(worker) == whole
+
+
+def test_stopped_between_two_updates_it_goes_on(traffic, whole, tmp_path):
+    with make_worker(tmp_path, traffic) as worker:
+        for _ in range(3):
+            worker.step()
+        for record in worker.reader.read():  # one record of the next update
+            worker._take_in(record)
+            break
+        worker.save()
+    with make_worker(tmp_path, traffic) as worker:
+        worker.run_to_end()
+        assert outcome(worker) == whole
+
+
+def test_without_its_snapshots_it_uses_what_was_recorded(traffic, tmp_path):
+    with make_worker(tmp_path, traffic) as worker:
+        shutil.rmtree(tmp_path / "snapshots" / "snapshot-00000000")
+        while worker.updates < 2:
+            worker.step()
+        assert worker.last_report.is_lower_bound and worker.last_report.refused == ""
+
+
+def test_another_setting_or_log_is_refused(traffic, tmp_path):
+    with make_worker(tmp_path, traffic) as worker:
+        worker.run_to_end()
+        with pytest.raises(FolderBusy):
+            make_worker(tmp_path, traffic).__enter__()
+    with pytest.raises(ResumeRefused, match="another settings"):
+        make_worker(tmp_path, traffic, fingerprint={"settings": "2"}).__enter__()
+    write_traffic(tmp_path / "other", range(13), seed=5)
+    with pytest.raises(CheckpointError, match="another one than was learned from"):
+        make_worker(tmp_path, tmp_path / "other").__enter__()
+    with pytest.raises(CheckpointError, match="are gone"):
+        make_worker(tmp_path, tmp_path / "nothing").__enter__()
+
+
+# --------------------------------------------------------------------------------------------------- labels and records
+
+
+def worker_with(tmp_path, records, chosen=None):
+    with ExperienceLog(tmp_path / "log") as log:
+        for record in records:
+            if isinstance(record, tuple):
+                log.append_label(*record)
+            elif isinstance(record, dict):
+                log.append([("control", record)])
+            else:
+                log.append_experience(record)
+    return make_worker(tmp_path, tmp_path / "log", chosen)
+
+
+def test_feedback_wins_late_and_the_precision_is_measured(tmp_path):
+    first = answered(0)
+    winner = first.vote.answer
+    other = "b" if winner == "a" else "a"
+    records = [
+        first, (first.request_id, feedback_label(winner, right=other)),
+        (first.request_id, Label("answer", "consensus", text=winner)),  # comes too late
+        ("nobody", feedback_label("a", thumbs="up")),
+    ]  # fmt: skip
+    with worker_with(tmp_path, records, settings({"first_update": 100})) as worker:
+        worker.run_to_end()
+        assert worker.buffer.find("r0").label.text == other
+        assert (worker.precision.agreed, worker.precision.disagreed) == (0, 1)
+        assert worker.counts["labels_without_experience"] == 1
+        with ExperienceLog(tmp_path / "log") as log:
+            log.append_label("r0", feedback_label(winner, right=winner))  # the caller thinks again
+        worker.run_to_end()
+        assert (worker.precision.agreed, worker.precision.disagreed) == (1, 0)
+
+
+def test_where_consensus_is_not_trusted_it_is_measured_alone(tmp_path):
+    chosen = settings({"first_update": 2}, labels=OnlineLabelSettings(min_confidence=0.5, use_consensus=False))
+    records = [answered(0), answered(1), ("r1", feedback_label(None, right="a"))]
+    with worker_with(tmp_path, records, chosen) as worker:
+        worker.run_to_end()
+        assert worker.learner.refused["empty"] == 1 and worker.updates == 1  # nothing had a label
+        assert worker.buffer.num_drawable == 1 and worker.precision.agreed + worker.precision.disagreed == 1
+
+
+def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
+    bad = answered(1)
+    bad.rollouts[0].completion_ids[0] = 4711
+    records = [
+        answered(0),
+        bad,
+        answered(2, version=9),
+        {"order": "dance"},
+        {"order": "live", "version": 77},
+        answered(3),
+    ]
+    with worker_with(tmp_path, records) as worker:
+        worker.run_to_end()
+        assert worker.counts["refused"] == 4 and len(worker.buffer) == 2
+    assert "4711" in caplog.text and "later update" in caplog.text and "dance" in caplog.text
+
+
+def test_a_label_that_no_component_can_use_spoils_no_other_experience(tmp_path):
+    chosen = settings({"first_update": 4, "batch_size": 8}, rewards={"task": 1.0, "numeric": 1.0})
+    records = [
+        answered(0),
+        answered(1),
+        ("r0", feedback_label(None, right="banana")),
+        ("r1", feedback_label(None, right="7")),
+    ]
+    with worker_with(tmp_path, records, chosen) as worker:
+        worker.run_to_end()
+        assert worker.counts["unscorable"] == 1 and worker.learner.taken == 1
+        assert {request for request in worker.last_report.requests} == {"r1"}
+        assert worker.buffer.errors[worker.buffer.slot_of["r0"]] == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------- alarms
+
+
+def test_an_alarm_stops_learning_and_goes_back_to_the_proven_snapshot(tmp_path):
+    drift = OnlineDriftSettings(watched=("confidence",), reference=6, run_length=10.0, slack=0.0, reference_error=0.9)
+    chosen = settings({"first_update": 2, "snapshot_every": 1}, drift=drift)
+    log = tmp_path / "log"
+    with make_worker(tmp_path, log, chosen) as worker:
+        agreed = [n for n in range(400) if answered(n).vote.confidence == 1.0][:12]
+        split = [n for n in range(400) if answered(n).vote.confidence < 1.0][:14]
+        write_traffic(log, agreed, feedback=10**9)
+        worker.run_to_end()
+        live = worker.learner.snapshots.versions()[-1]
+        with ExperienceLog(log) as writer:
+            writer.append([("control", {"order": "live", "version": live})])
+        worker.run_to_end()
+        assert worker.live == live == worker.learner.snapshots.live() and not worker.paused
+        served = worker.learner.snapshots.weights(live)
+        write_traffic(log, split, feedback=10**9)
+        worker.run_to_end()
+        assert worker.paused.startswith("drift: confidence falls") and worker.counts["pauses"] == 1
+        assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in served.items())
+        refused = worker.learner.refused["paused"]
+        assert refused > 0 and worker.metrics()["online/paused"] == 1.0
+        with ExperienceLog(log) as writer:
+            writer.append([("control", {"order": "resume"})])
+        write_traffic(log, [n for n in range(400, 900) if answered(n).vote.confidence == 1.0][:6], feedback=10**9)
+        taken = worker.learner.taken
+        worker.run_to_end()
+        assert not worker.paused and worker.learner.taken > taken
+    with make_worker(tmp_path, log, chosen) as again:  # and all of it survives
+        assert again.live == live and again.counts["pauses"] == 1
+
+
+def test_refused_again_and_again_it_pauses(tmp_path, traffic):
+    chosen = settings(
+        {"kl_limit": 0.0601, "learning_rate": 0.9, "min_learning_rate": 0.9, "max_refused": 2, "max_grad_norm": 1e3}
+    )
+    with make_worker(tmp_path, traffic, chosen) as worker:
+        worker.run_to_end()
+        assert worker.learner.refused["kl"] == 2 and "in a row were refused, the last one: kl" in worker.paused
+
+
+# ----------------------------------------------------------------------------------------------------- disk and logs
+
+
+def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
+    update = {"snapshot_every": 1, "checkpoint_every": 10**6, "keep_snapshots": 1}
+    log, chosen = tmp_path / "log", settings(update, buffer=OnlineBufferSettings(capacity=4, max_caller_share=1.0))
+    with make_worker(tmp_path, log, chosen) as worker:
+        write_traffic(log, range(6), feedback=10**9)
+        worker.run_to_end()
+        write_traffic(log, [6], version=2, feedback=10**9)
+        write_traffic(log, range(7, 9), version=2, feedback=10**9)
+        worker.run_to_end()
+        assert {0, 2, 3} == set(worker.learner.snapshots.versions())
+        write_traffic(log, range(9, 15), version=worker.updates, feedback=10**9)
+        worker.run_to_end()
+        worker.save()  # the checkpoint before it may still be gone back to
+        assert 2 not in worker.learner.snapshots.versions() and 2 not in worker.buffer.referenced_versions()
+
+
+def test_segments_of_evicted_experiences_go_where_they_are_not_kept(tmp_path):
+    buffer = OnlineBufferSettings(capacity=4, segment_bytes=4096, keep_segments=False)
+    log = tmp_path / "log"
+    with make_worker(tmp_path, log, settings(buffer=buffer)) as worker:
+        for start in range(0, 20, 4):
+            write_traffic(log, range(start, start + 4))
+            worker.run_to_end()
+        left = segments(log)
+        assert 1 < left[0][0] <= worker.buffer.first_number()
+        expected = outcome(worker)
+    with make_worker(tmp_path, log, settings(buffer=buffer)) as again:
+        assert outcome(again)[:3] == expected[:3]
+    with pytest.raises(DataError, match="begins with record"):
+        make_worker(tmp_path / "new", log, settings(buffer=buffer)).__enter__()
+
+
+def test_audit_and_contributions_say_what_was_done(traffic, tmp_path):
+    with UpdateAudit(tmp_path, OnlineAuditSettings()) as audit, make_worker(tmp_path, traffic, audit=audit) as worker:
+        worker.run_to_end()
+        expected = worker.last_report
+    lines = (tmp_path / AUDIT).read_text().splitlines()
+    records = [json.loads(line) for line in (tmp_path / CONTRIBUTION).read_text().splitlines()]
+    assert len(lines) == len(records) == 7 and audit.dropped == 0
+    assert "update 7: taken; loss" in lines[-1] and f"KL {expected.kl_control['mean_kl']:.4g} of 0.05" in lines[-1]
+    last = records[-1]
+    assert {"losses", "gradients", "kl_control", "learning_rate", "refused", "experiences"} <= last.keys()
+    assert last["losses"] == expected.losses and last["kl_control"]["coefficient"] == expected.kl_control["coefficient"]
+    one = last["experiences"][0]
+    known = next(row for row in one["rewards"]["rollouts"] if row is not None)
+    assert one["rewards"]["components"] == ["task", "coherence", "curiosity"] and len(known["raw"]) == 3
+    assert known["total"] == pytest.approx(sum(known["weighted"]))
+
+
+def test_a_disk_that_takes_nothing_drops_records_and_stops_nobody(tmp_path):
+    (tmp_path / "file").write_text("")
+    with UpdateAudit(tmp_path / "file", OnlineAuditSettings(queue=1)) as audit:
+        for number in range(200):
+            audit.write(UpdateReport(number, "empty"), None)
+    assert audit.dropped == 200
+
+
+def test_logs_are_rotated_and_torn_ends_closed(tmp_path):
+    log = RotatedLines(tmp_path / "a log", max_bytes=10, keep=2)
+    for text in (b"one\n", b"two\n", b"three\n", b"four\n", b"five\n", b"six\n", b"seven\n"):
+        log.append(text)
+    found = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    assert found == [b"six\nseven\n", b"four\nfive\n", b"three\n"]
+    (tmp_path / "a log").write_bytes(b"tor")
+    log.append(b"ok\n")
+    assert (tmp_path / "a log").read_bytes() == b"tor\nok\n"
