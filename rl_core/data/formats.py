@@ -6,13 +6,23 @@ found and a line that renames them.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.data.files import BadRow, describe, read_text
+from rl_core.data.files import BadRow, read_text
+from rl_core.data.format_advice import advice
+from rl_core.data.format_turns import (
+    HH_TURN,
+    alpaca,
+    assistant,
+    from_and_value,
+    hh_turns,
+    listed,
+    sharegpt,
+    user,
+    without_loss,
+)
 from rl_core.data.messages import checked_messages
 
 __all__ = [
@@ -53,35 +63,32 @@ _PREFERENCES = (
     Format("prompt-chosen-rejected", ("prompt", "chosen", "rejected")),
     Format("pairs, conversational", ("prompt", "chosen", "rejected"), ("tools",), ("prompt", "chosen", "rejected")),
     Format("UltraFeedback, binarized", ("prompt", "chosen", "rejected"), (), ("chosen", "rejected")),
+    Format(
+        "pairs, ShareGPT",
+        ("conversations", "chosen", "rejected"),
+        ("system", "tools"),
+        ("conversations", "chosen", "rejected"),
+    ),
     Format("pairs, implicit prompt", ("chosen", "rejected"), ("tools",), ("chosen", "rejected")),
+    Format("pairs, Alpaca", ("instruction", "chosen", "rejected"), ("input", "system", "history")),
     Format("Orca-DPO", ("question", "chosen", "rejected"), ("system",)),
     Format("Orca-DPO, distilabel", ("input", "chosen", "rejected"), ("system",)),
     Format("HH-RLHF", ("chosen", "rejected")),
     Format("labelled completions", ("prompt", "completion", "label")),
     Format("labelled, conversational", ("prompt", "completion", "label"), ("tools",), ("prompt", "completion")),
+    Format("labelled, messages", ("messages", "label"), ("tools",), ("messages",)),
 )
 _FORMATS: dict[str, tuple[Format, ...]] = {"demonstrations": _DEMONSTRATIONS, "preferences": _PREFERENCES}
+_NAMES = {kind: [form.name for form in formats] for kind, formats in _FORMATS.items()}
 _OWN = ("level", "kind", "seed")
 _OWN_OF = {"demonstrations": _OWN, "preferences": ("margin", *_OWN)}
 # Read so that a row can be named by its data set, though it cannot be used
-_REFUSED = ("completions", "responses", "score", "response_0", "response_1")
+_REFUSED = ("completions", "responses", "score", "response_0", "response_1", "label")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     kind: tuple(dict.fromkeys([*(c for f in formats for c in (*f.needs, *f.also)), *_OWN_OF[kind], *_REFUSED]))
     for kind, formats in _FORMATS.items()
 }
-
-_SHAREGPT = {
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "call", "tool_call": "call",
-}  # fmt: skip
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-_ASKED = ("question", "query", "instruction", "problem", "input", "source", "prompt", "user", "request")
-_ANSWERED = ("answer", "response", "output", "completion", "solution", "target", "assistant", "reply", "summary")
 
 
 def format_of(row: Mapping[str, Any], kind: Kind) -> Format | None:
@@ -91,7 +98,7 @@ def format_of(row: Mapping[str, Any], kind: Kind) -> Format | None:
         if there.issuperset(form.needs) and all(
             isinstance(row[n], list | dict) == (n in form.lists) for n in form.needs
         ):
-            if form.name == "HH-RLHF" and not all(_TURN.match(row[name]) for name in form.needs):
+            if form.name == "HH-RLHF" and not all(HH_TURN.match(row[name]) for name in form.needs):
                 continue
             return form
     return None
@@ -110,18 +117,19 @@ def unknown_columns(row: Mapping[str, Any], form: Format, kind: Kind) -> set[str
 
 def as_demonstration(row: Row) -> Row:
     """The row with `messages` (not checked yet), and `tools` where it has some. Raises: BadRow."""
+    if row.get("label") is False:
+        raise BadRow("label", "is false, and what is not wanted is not imitated: jq -c 'select(.label)' FILE > NEW")
     form = format_of(row, "demonstrations")
     name = form.name if form else ""
     if name == "prompt-completion, conversational":
-        return _with_messages(row, [*map(_silent, _listed(row["prompt"])), *_listed(row["completion"])])
+        return _with_messages(row, [*map(without_loss, listed(row["prompt"])), *listed(row["completion"])])
     if name == "prompt-completion":
-        return _with_messages(row, [_user(read_text(row, "prompt")), _assistant(read_text(row, "completion"))])
+        return _with_messages(row, [user(read_text(row, "prompt")), assistant(read_text(row, "completion"))])
     if name == "ShareGPT":
-        return _with_messages(row, _sharegpt(row))
+        return _with_messages(row, sharegpt(row, "conversations"))
     if name in ("Alpaca", "Dolly"):
-        return _with_messages(
-            row, _alpaca(row, *(("input", "output") if name == "Alpaca" else ("context", "response")))
-        )
+        context, answer = ("input", "output") if name == "Alpaca" else ("context", "response")
+        return _with_messages(row, [*alpaca(row, context), assistant(read_text(row, answer))])
     if name == "text":
         return _with_messages(row, [{"role": "text", "content": read_text(row, "text")}])
     if name == "messages" or row.get("messages") is not None:
@@ -129,7 +137,10 @@ def as_demonstration(row: Row) -> Row:
     if "prompt" in row or "completion" in row:
         read_text(row, "prompt")
         read_text(row, "completion")
-    raise BadRow("messages", f"is missing, and so are prompt and completion; {_advice(row, 'demonstrations')}")
+    raise BadRow(
+        "messages",
+        f"is missing, and so are prompt and completion; {advice(row, 'demonstrations', _NAMES['demonstrations'])}",
+    )
 
 
 def as_preference(row: Row) -> Row:
@@ -138,37 +149,19 @@ def as_preference(row: Row) -> Row:
     A prompt is text if it is one message of the user, a side if it is one assistant message without further fields.
     """
     form = format_of(row, "preferences")
-    name = form.name if form else ""
-    if name == "HH-RLHF":
-        return _implicit(row, _turns(row, "chosen"), _turns(row, "rejected"))
-    if name in ("pairs, implicit prompt", "UltraFeedback, binarized"):
-        found = _implicit(row, _messages(row, "chosen"), _messages(row, "rejected"))
-        if (
-            name.startswith("Ultra")
-            and isinstance(found["prompt"], str)
-            and found["prompt"].strip() != row["prompt"].strip()
-        ):
-            raise BadRow("prompt", "is not the text that chosen and rejected begin with")
-        return found
-    if name in ("pairs, conversational", "labelled, conversational"):
-        sides = ("chosen", "rejected") if name.startswith("pairs") else ("completion",)
-        changed = {side: _side(_messages(row, side), side) for side in sides}
-        return {**row, "prompt": _opening(_messages(row, "prompt"), "prompt"), **changed}
-    if name.startswith("Orca-DPO"):
-        question = read_text(row, "question" if "question" in form.needs else "input") if form else ""
-        system = [{"role": "system", "content": row["system"]}] if str(row.get("system") or "").strip() else []
-        return {**row, "prompt": _opening([*system, _user(question)], "question")}
     if form is None:
         _refuse(row)
-    return row
+        return row
+    convert = _CONVERSIONS.get(form.name)
+    return row if convert is None else convert(row)
 
 
 def _refuse(row: Row) -> None:
     """Raise for a row of no format, unless a column of ours is missing or empty, which is said by its name."""
     if {"chosen", "rejected"} <= set(row) and "prompt" not in row:
-        raise BadRow("prompt", f"is missing; {_advice(row, 'preferences')}")
+        raise BadRow("prompt", f"is missing; {advice(row, 'preferences', _NAMES['preferences'])}")
     if len({"prompt", "chosen", "rejected", "completion", "label"} & set(row)) < 2:
-        raise BadRow("", _advice(row, "preferences"))
+        raise BadRow("", advice(row, "preferences", _NAMES["preferences"]))
     for name in ("prompt", "chosen", "rejected", "completion"):
         if row.get(name) is not None:
             read_text(row, name)
@@ -181,103 +174,11 @@ def _with_messages(row: Row, messages: list[Row]) -> Row:
     return {**row, "messages": messages}
 
 
-def _user(text: str) -> Row:
-    return {"role": "user", "content": text}
-
-
-def _assistant(text: str) -> Row:
-    return {"role": "assistant", "content": text}
-
-
-def _silent(message: Any) -> Any:
-    """An assistant message of a prompt, which carries no loss."""
-    return {**message, "weight": 0} if isinstance(message, Mapping) and message.get("role") == "assistant" else message
-
-
-def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, Mapping) else list(value)
-
-
-def _sharegpt(row: Row) -> list[Row]:
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("conversations", f"must be a list of turns, found {describe(turns)}")
-    system = row.get("system")
-    messages: list[Row] = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    for index, turn in enumerate(turns):
-        place = f"conversations[{index}]"
-        if not isinstance(turn, Mapping):
-            raise BadRow(place, f"must be an object with from and value, found {describe(turn)}")
-        if "role" in turn:
-            messages.append(dict(turn))
-            continue
-        fields = {name: value for name, value in turn.items() if value is not None}
-        word = read_text(fields, "from", f"{place}.from")
-        role = _SHAREGPT.get(word.lower())
-        if role is None:
-            raise BadRow(f"{place}.from", f"must be one of {', '.join(_SHAREGPT)}, found {word!r}")
-        others = {name: value for name, value in fields.items() if name not in ("from", "value")}
-        text = read_text(fields, "value", f"{place}.value", may_be_empty=role == "tool")
-        messages.append({**(_call(text, place) if role == "call" else {"role": role, "content": text}), **others})
-    if messages[-1].get("role") == "user":
-        raise BadRow(
-            f"conversations[{len(turns) - 1}].from",
-            "is the user's turn at the end, so nobody answers it; cut it: jq -c '.conversations |= .[:-1]' FILE > NEW",
-        )
-    return messages
-
-
-def _call(text: str, place: str) -> Row:
-    """A turn that calls tools: JSON {"name", "arguments"}, or a list of them."""
-    try:
-        calls = json.loads(text)
-    except ValueError as error:
-        raise BadRow(f"{place}.value", f"is no call in JSON: {error}") from None
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])
-        ],
-    }
-
-
-def _alpaca(row: Row, context: str, answer: str) -> list[Row]:
-    """Instruction, a blank line and the input as the user's message; system and history before it."""
-    messages: list[Row] = []
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        messages.append({"role": "system", "content": row["system"]})
-    for index, pair in enumerate(row.get("history") or []):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow(f"history[{index}]", f"must be a question and an answer, found {describe(pair)}")
-        messages += [_user(pair[0]), _assistant(pair[1])]
-    prompt = read_text(row, "instruction")
-    if row.get(context):
-        prompt += "\n\n" + read_text(row, context)
-    return [*messages, _user(prompt), _assistant(read_text(row, answer))]
-
-
 # ---------------------------------------------------------------------------------------------------- preferences
 
 
 def _messages(row: Row, name: str) -> list[Row]:
-    return checked_messages(_listed(row[name]), name)
-
-
-def _turns(row: Row, name: str) -> list[Row]:
-    """Turns of a text "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
-    text = read_text(row, name)
-    parts = _TURN.split(text)
-    if len(parts) < 5 or parts[0].strip():
-        raise BadRow(name, "is no dialogue of the human and the assistant")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
-    if turns[-1]["role"] != "assistant":
-        raise BadRow(name, "ends with the human's turn")
-    empty = next((index for index, turn in enumerate(turns) if not turn["content"]), None)
-    if empty is not None:
-        raise BadRow(name, f"turn {empty + 1} is empty")
-    return turns
+    return checked_messages(listed(row[name]), name)
 
 
 def _implicit(row: Row, chosen: list[Row], rejected: list[Row]) -> Row:
@@ -313,35 +214,57 @@ def _side(messages: Sequence[Row], place: str) -> str | list[Row]:
     return text if len(messages) == 1 and set(messages[0]) == {"role", "content"} else list(messages)
 
 
-# --------------------------------------------------------------------------------------------------------- advice
+def _binarized(row: Row) -> Row:
+    """UltraFeedback's pairs, whose prompt is there twice."""
+    found = _implicit(row, _messages(row, "chosen"), _messages(row, "rejected"))
+    if isinstance(found["prompt"], str) and found["prompt"].strip() != row["prompt"].strip():
+        raise BadRow("prompt", "is not the text that chosen and rejected begin with")
+    return found
 
 
-def _advice(row: Mapping[str, Any], kind: Kind) -> str:
-    """Columns found, and a line that makes rows of them."""
-    found = ", ".join(str(name) for name in row) or "none"
-    if isinstance(row.get("completions"), list) and "instruction" in row:
-        fix = (
-            "'{prompt: .instruction} + (.completions | sort_by(.overall_score) | {chosen: .[-1].response, rejected: "
-            ".[0].response}) | select(.chosen != .rejected)'"
-        )
-    elif kind == "demonstrations":
-        fix = f"'{{prompt: .{_guess(row, _ASKED, 'QUESTION')}, completion: .{_guess(row, _ANSWERED, 'ANSWER')}}}'"
-    else:
-        asked = _guess(row, _ASKED, "QUESTION")
-        good = _guess(row, ("chosen", "chosen_response", "preferred", "better", "response_0", "accepted"), "BETTER")
-        bad = _guess(row, ("rejected", "rejected_response", "dispreferred", "worse", "response_1"), "WORSE")
-        fix = f"'{{prompt: .{asked}, chosen: .{good}, rejected: .{bad}}}'"
-    names = ", ".join(form.name for form in _FORMATS[kind])
-    return f"columns found: {found}; name them: jq -c {fix} FILE > NEW.jsonl (formats that are read: {names})"
+def _conversational(row: Row) -> Row:
+    sides = [name for name in ("chosen", "rejected", "completion") if row.get(name) is not None]
+    changed = {side: _side(_messages(row, side), side) for side in sides}
+    return {**row, "prompt": _opening(_messages(row, "prompt"), "prompt"), **changed}
 
 
-def _guess(row: Mapping[str, Any], words: Sequence[str], otherwise: str) -> str:
-    """The column with one of these names, or that holds one of these words."""
-    names = [str(name) for name in row]
-    tests: tuple[Callable[[str, str], bool], ...] = (lambda n, w: n.lower() == w, lambda n, w: w in n.lower())
-    for test in tests:
-        for word in words:
-            for name in names:
-                if test(name, word):
-                    return name if name.isidentifier() else json.dumps(name)
-    return otherwise
+def _sharegpt_pair(row: Row) -> Row:
+    """A conversation that waits for an answer, and two of them: a turn or several each."""
+    asked = checked_messages(from_and_value(row, "conversations"), "conversations")
+    sides = {side: from_and_value({side: listed(row[side])}, side) for side in ("chosen", "rejected")}
+    changed = {side: _side(checked_messages(turns, side), side) for side, turns in sides.items()}
+    return {**row, "prompt": _opening(asked, "conversations"), **changed}
+
+
+def _alpaca_pair(row: Row) -> Row:
+    return {**row, "prompt": _opening(checked_messages(alpaca(row, "input"), "history"), "history")}
+
+
+def _labelled_messages(row: Row) -> Row:
+    """A conversation of which the last answer is labelled."""
+    said = _messages(row, "messages")
+    return {**row, "prompt": _opening(said[:-1], "messages"), "completion": _side(said[-1:], "messages")}
+
+
+def _asked_by(name: str) -> Callable[[Row], Row]:
+    """Conversion of rows with the question in that column and a system message of their own."""
+
+    def convert(row: Row) -> Row:
+        system = [{"role": "system", "content": row["system"]}] if str(row.get("system") or "").strip() else []
+        return {**row, "prompt": _opening([*system, user(read_text(row, name))], "question")}
+
+    return convert
+
+
+_CONVERSIONS: dict[str, Callable[[Row], Row]] = {
+    "pairs, conversational": _conversational,
+    "UltraFeedback, binarized": _binarized,
+    "pairs, ShareGPT": _sharegpt_pair,
+    "pairs, implicit prompt": lambda row: _implicit(row, _messages(row, "chosen"), _messages(row, "rejected")),
+    "pairs, Alpaca": _alpaca_pair,
+    "Orca-DPO": _asked_by("question"),
+    "Orca-DPO, distilabel": _asked_by("input"),
+    "HH-RLHF": lambda row: _implicit(row, hh_turns(row, "chosen"), hh_turns(row, "rejected")),
+    "labelled, conversational": _conversational,
+    "labelled, messages": _labelled_messages,
+}

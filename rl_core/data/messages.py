@@ -41,6 +41,7 @@ def checked_messages(found: object, name: str) -> list[dict[str, Any]]:
 def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
     """Tool schemas of a row: a list of {"type": "function", "function": {...}}, or its JSON text.
 
+    Bare functions {"name", "parameters", ...}, as in Glaive's data, are taken as such schemas.
     Raises: BadRow naming the field.
     """
     value = read_json(found, name) if isinstance(found, str) else found
@@ -48,6 +49,8 @@ def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
         raise BadRow(name, f"must be a list of tool schemas, found {describe(found)}")
     tools = []
     for index, tool in enumerate(value):
+        if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
+            tool = {"function": tool}
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRow(f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}")

@@ -7,6 +7,7 @@ arXiv:2107.06499.
 from __future__ import annotations
 
 import importlib.util
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -54,9 +55,12 @@ def near_pairs(texts: Sequence[str], others: Sequence[str] | None, similarity: f
     # Most texts are never looked at again: shingles take ten times the text, and are made anew where needed.
     parts_of = lru_cache(maxsize=_KEPT)(lambda place: shingles(pool[place]))
     found = []
+    # Its permutations are drawn once, and words are hashed by a checksum: both took most of the time. Candidates are
+    # confirmed, so that a poorer hash costs a look at most.
+    empty = MinHash(num_perm=_PERMUTATIONS, seed=1, hashfunc=zlib.crc32)
 
     def sketch(parts: set[str]) -> MinHash:
-        made = MinHash(num_perm=_PERMUTATIONS, seed=1)
+        made = empty.copy()
         made.update_batch([part.encode() for part in parts])
         return made
 

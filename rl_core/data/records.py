@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -233,13 +234,19 @@ def _checked(
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
     if records.unread:
-        _logger.warning("%s: columns that are not read: %s", name, ", ".join(sorted(records.unread)))
+        say = _say_unread.__wrapped__ if in_memory else _say_unread
+        say(name, ", ".join(sorted(records.unread)))
     if check_rows is not None and records.rows:
         found += _refused(records, list(check_rows(records.rows)), numbers, "" if in_memory else name)
     records.problems = [problem for _, problem in sorted(found, key=lambda each: each[0])]
     records.num_skipped = len(records.problems)
     report(name, records.problems, records.num_rows, on_bad_row)
     return records
+
+
+@functools.lru_cache(maxsize=1024)  # a file is checked before a run, and read within it
+def _say_unread(name: str, columns: str) -> None:
+    _logger.warning("%s: columns that are not read: %s", name, columns)
 
 
 def _note_format(records: Records, raw: Row | BadRow, kind: Kind) -> None:

@@ -14,14 +14,17 @@ import inspect
 import itertools
 import json
 import random
+import runpy
 import sys
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 __all__ = ["handle", "start"]
 
 _tasks: list[Any] = []
+_tasksets: list[Any] = []
 _environments: list[Any] = []  # the one that plays them
 
 
@@ -32,13 +35,16 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "rows"} or {"do": "play", "index", "replies"}.
+    """One request: {"do": "rows"}, {"do": "tools"} or {"do": "play", "index", "replies"}.
 
-    A play gives the messages so far, the policy's among them, and `scores` once it is over, or `failed`, the reason why
-    the environment could not go on.
+    A reply is {"text", "calls": [{"name", "arguments"}, ...], "misuse": why a call could not be read, or ""}; calls are
+    made before the next reply. A play gives the messages so far, the policy's among them, and `scores` once it is over,
+    or `failed`, the reason why the environment could not go on.
     """
     if request["do"] == "rows":
         return [_row(index) for index in range(len(_tasks))]
+    if request["do"] == "tools":
+        return asyncio.run(_tools())
     return _play(request["index"], request["replies"])
 
 
@@ -55,11 +61,16 @@ def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
     tasks = list(itertools.islice(taskset, max_tasks))
     if not tasks:
         raise ValueError("the task set has no tasks")
-    for part in (taskset, tasks[0]):
-        if part.toolsets(part.config):
-            raise ValueError("its tasks define their own tools; only task sets without tools are supported")
+    _tasksets.append(taskset)
+    if servers := [*taskset.toolsets(taskset.config), *tasks[0].toolsets(tasks[0].config)]:
+        _of_toolsets("refuse")(servers)
     _refuse_runtime(tasks[0])
     return tasks
+
+
+def _of_toolsets(name: str) -> Any:
+    """A name of the file beside this one: packages of the project are not imported here."""
+    return runpy.run_path(str(Path(__file__).with_name("verifiers_toolsets.py")))[name]
 
 
 def _named(path: str) -> Any:
@@ -148,14 +159,14 @@ def _content(data: Any) -> str:
 # ------------------------------------------------------------------------------------------------------- playing
 
 
-def _play(index: int, replies: Sequence[str]) -> dict[str, Any]:
+def _play(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     random.seed(index)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(index)
     return asyncio.run(_played(_tasks[index], replies))
 
 
-async def _played(task: Any, replies: Sequence[str]) -> dict[str, Any]:
+async def _played(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The episode until a reply is missing, or to its end."""
     environment = _environments[0]
     ((name, config),) = _seats(environment.config).items()
@@ -166,7 +177,7 @@ async def _played(task: Any, replies: Sequence[str]) -> dict[str, Any]:
         running.cancel()
         with contextlib.suppress(BaseException):
             await running
-        return {"messages": seat.exchange.said()}
+        return {"messages": seat.exchange.said(), "failed_calls": seat.exchange.failed}
     error = running.exception()
     if isinstance(error, _Scoring):
         raise error.__cause__ or error
@@ -196,6 +207,14 @@ def _scores(trace: Any) -> dict[str, Any]:
     }
 
 
+async def _tools() -> list[dict[str, Any]]:
+    """Schemas of the tools that the policy may call."""
+    ((name, config),) = _seats(_environments[0].config).items()
+    exchange = _Exchange(_Seat(name, config, []), _tasks[0])
+    await exchange.open()
+    return exchange.servers.schemas() if exchange.servers is not None else []
+
+
 class _Scoring(Exception):
     """The task's own rewards raised, for which the reply may be to blame."""
 
@@ -203,7 +222,7 @@ class _Scoring(Exception):
 class _Seat:
     """The policy as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
 
-    def __init__(self, name: str, config: Any, replies: Sequence[str]) -> None:
+    def __init__(self, name: str, config: Any, replies: Sequence[dict[str, Any]]) -> None:
         self.name, self.config, self.trainable = name, config, True
         self.exchange: Any = None
         self.is_waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -223,10 +242,11 @@ class _Seat:
         self.exchange = _Exchange(self, task)
         if _is_own(task, "setup"):
             await _called(task.setup, task, self.exchange.trace)
+        await self.exchange.open()
         yield self.exchange
         await self.exchange.close()
 
-    async def reply(self) -> str:
+    async def reply(self) -> dict[str, Any]:
         if not self._replies:
             self.is_waiting.set_result(None)
             await asyncio.Event().wait()  # for good: this process ends
@@ -248,6 +268,8 @@ class _Exchange:
         from verifiers.v1.state import state_cls
 
         self._seat, self._task, self._is_over = seat, task, False
+        self.servers: Any = None  # of its tools
+        self.failed: list[int] = []  # calls of the last reply, by their place in it
         named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         self.trace = vf.Trace(task=named, agent=vf.AgentInfo(config=seat.config), state=state_cls(type(task))())
         if task.data.system_prompt is not None:
@@ -267,9 +289,53 @@ class _Exchange:
             return vf.Segment(messages=[], terminated=True)
         for part in [message] if isinstance(message, str) else message or []:
             self._add(vf.UserMessage(content=part) if isinstance(part, str) else _typed(part))
-        answer = vf.AssistantMessage(content=await self._seat.reply())
+        said = []
+        while True:
+            reply = await self._seat.reply()
+            said.append(self._answer(reply["text"], reply["calls"]))
+            if not reply["calls"] and not reply["misuse"]:
+                return vf.Segment(messages=said)
+            said += await self._results(reply)
+            if await self._stops():
+                self._is_over = True
+                return vf.Segment(messages=said, terminated=True)
+
+    async def open(self) -> None:
+        """Start the tools of the task and of its task set, if there are any."""
+        of_task, taskset = self._task.toolsets(self._task.config), _tasksets[0]
+        if servers := [*taskset.toolsets(taskset.config), *of_task]:
+            self.servers = _of_toolsets("Servers")(servers, self.trace)
+            await self.servers.open(self._task, of_task)
+
+    def _answer(self, text: str, calls: Sequence[dict[str, Any]]) -> Any:
+        """The policy's message, with its calls as the package has them."""
+        import verifiers.v1 as vf
+
+        turn = self.trace.num_turns + 1
+        made = [
+            vf.ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(call["arguments"]))
+            for number, call in enumerate(calls)
+        ]
+        answer = vf.AssistantMessage(content=text, **({"tool_calls": made} if made else {}))
         self._add(answer, sampled=True)
-        return vf.Segment(messages=[answer])
+        return answer
+
+    async def _results(self, reply: dict[str, Any]) -> list[Any]:
+        """Messages of a reply's calls, made one after the other; or that of a call which could not be read."""
+        import verifiers.v1 as vf
+
+        turn, self.failed = self.trace.num_turns, []
+        if reply["misuse"]:
+            found = [vf.ToolMessage(tool_call_id=f"call_{turn}_0", content=f"error: {reply['misuse']}")]
+        else:
+            found = []
+            for number, call in enumerate(reply["calls"]):
+                text, has_failed = await self.servers.call(call["name"], call["arguments"])
+                self.failed += [number] * has_failed
+                found.append(vf.ToolMessage(tool_call_id=f"call_{turn}_{number}", content=text, name=call["name"]))
+        for message in found:
+            self._add(message)
+        return found
 
     async def _stops(self) -> bool:
         most = getattr(self._seat.config, "max_turns", None)

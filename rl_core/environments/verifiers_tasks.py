@@ -1,16 +1,19 @@
 """`verifiers`: task sets and environments of the verifiers package (version 0.4), of one turn or several.
 
     user    the task's prompt, or what its environment says first
-    policy  a reply
+    policy  a reply, or calls of the task set's tools
+    tool    the results
     user    what the environment answers, and so on until it ends; the task's own reward functions and judges score it
 
 The package runs in subprocesses with a time limit (timeout = reward 0), since rewards may execute model output. Each
 turn is played in a fresh process from the start of the episode, with the replies so far; an environment that then says
-something else than before is refused. So are task sets with tools or containers, and environments of several agents.
+something else than before is refused. So are task sets that need containers or servers elsewhere, and environments of
+several agents.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -22,9 +25,9 @@ from rl_core.environments.external_scoring import judge
 from rl_core.environments.heldout import digest, is_heldout
 from rl_core.environments.optional_packages import require
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool
-from rl_core.environments.tools import Toolset
-from rl_core.errors import EnvironmentFault, SettingsError
-from rl_core.types import Message
+from rl_core.environments.tools import MAX_CALLS, Tool, Toolset
+from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
+from rl_core.types import Message, ToolCall
 
 __all__ = ["Verifiers"]
 
@@ -40,16 +43,26 @@ class VerifiersEpisode(Episode):
         self.kind, self.target, self.hidden = row["kind"], row["target"], row["hidden"]
         self._environment, self._index = environment, index
         self._messages = [Message(role=m["role"], content=m["content"]) for m in row["messages"]]
-        self._opening, self._replies = len(self._messages), list[str]()
+        self._opening, self._replies = len(self._messages), list[dict[str, Any]]()
         self.prompt = self._messages[-1]["content"]
 
     def reset(self) -> list[Message]:
-        """Messages before the first reply."""
-        return self._messages[: self._opening]
+        """Messages before the first reply; the tools are described in the system message."""
+        told, opening = self._environment.instructions, self._messages[: self._opening]
+        if not told:
+            return opening
+        first = [opening[0]["content"]] if opening[0]["role"] == "system" else []
+        return [Message(role="system", content="\n\n".join([*first, told])), *opening[len(first) :]]
 
     def act(self, text: str) -> Step:
         """The environment's answer to a reply, or its scores. Raises: EnvironmentFault if it could not go on."""
-        self._replies.append(text)
+        calls, misuse = list[ToolCall](), ""
+        try:
+            calls = self._environment.tools.parse_all(text, MAX_CALLS)
+        except ToolMisuse as found_misuse:
+            misuse = str(found_misuse)
+        made = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        self._replies.append({"text": text, "calls": made, "misuse": misuse})
         self._messages.append(Message(role="assistant", content=text))
         found: dict[str, Any] = {}
 
@@ -61,7 +74,11 @@ class VerifiersEpisode(Episode):
         if not step.is_error and "scores" not in found:
             said = [Message(role=m["role"], content=m["content"]) for m in found["messages"][len(self._messages) :]]
             self._messages += said
-            return Step(messages=said)
+            failed = found["failed_calls"] if calls else []
+            return Step(
+                messages=said, tool_call=calls[0] if calls else None, more_calls=calls[1:],
+                is_error=bool(misuse or failed), info={"failed_calls": failed} if failed else {},
+            )  # fmt: skip
         step.info |= found.get("scores", {})
         return step
 
@@ -89,6 +106,7 @@ class Verifiers(Environment):
         pass_variables: list[str] | None = None,
         network: bool = False,
         memory_gib: float = 16.0,
+        describe_tools: bool = True,
     ) -> None:
         """Task set, split and subprocess limits.
 
@@ -107,6 +125,7 @@ class Verifiers(Environment):
             network: let the subprocesses use the network (a judge, a data set to download) and write into the cache of
                 Hugging Face, which they can read in any case.
             memory_gib: memory of a subprocess and all that it starts.
+            describe_tools: False leaves the tools out of the system message (with model.native_tools).
         Raises: SettingsError if the package is missing or an option is out of range.
         """
         super().__init__(data)
@@ -118,7 +137,7 @@ class Verifiers(Environment):
             )
         require("verifiers", self.name)
         self.success_at, self._heldout = success_at, heldout
-        self._taskset, self._network = taskset, network
+        self._taskset, self._network, self._describe_tools = taskset, network, describe_tools
         cache = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
         self._children = ChildPool(
             _SCRIPT,
@@ -141,10 +160,16 @@ class Verifiers(Environment):
         self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = None  # (index in the task set, row)
         self._lock = threading.Lock()
 
-    @property
-    def tools(self) -> Toolset:
-        """No tools."""
-        return Toolset([])
+    @functools.cached_property
+    def tools(self) -> Toolset:  # type: ignore[override]
+        """The task set's tools; their calls are made by the child."""
+        return Toolset(_tool(schema) for schema in self._ask({"do": "tools"}))
+
+    @functools.cached_property
+    def instructions(self) -> str:
+        """Description of the tools for the system message; "" without any."""
+        has_any = self._describe_tools and self.tools.tools
+        return self.tools.instructions("hermes", MAX_CALLS) if has_any else ""
 
     def seeds(self, split: str) -> range:
         """Seeds of all tasks of 'train' or 'heldout'."""
@@ -166,7 +191,7 @@ class Verifiers(Environment):
         index, row = rows[place]
         return VerifiersEpisode(self, seed, index, row)
 
-    def play(self, index: int, messages: Sequence[Message], replies: Sequence[str]) -> dict[str, Any]:
+    def play(self, index: int, messages: Sequence[Message], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All messages of the task at `index` after these replies, and {reward, rewards, metrics} at its end.
 
         Every child loads the task set itself.
@@ -191,13 +216,16 @@ class Verifiers(Environment):
                 self._splits = self._read()
         return self._splits[split]
 
-    def _read(self) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-        name = self._taskset
+    def _ask(self, request: dict[str, Any]) -> Any:
+        """Answer of a child about the task set. Raises: SettingsError if it cannot be used."""
         try:
-            rows = self._children.ask({"do": "rows"})
+            return self._children.ask(request)
         except ChildFailed as error:
             hint = "" if self._network else "; if it needs the network: options.network: true"
-            raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}{hint}") from error
+            raise SettingsError(f"options.taskset: '{self._taskset}' cannot be used: {error}{hint}") from error
+
+    def _read(self) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+        name, rows = self._taskset, self._ask({"do": "rows"})
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
             split = "heldout" if is_heldout(digest([row["messages"], row["hidden"]]), self._heldout) else "train"
@@ -206,3 +234,17 @@ class Verifiers(Environment):
             if not found:
                 raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}")
         return splits
+
+
+def _tool(schema: dict[str, Any]) -> Tool:
+    """A tool of the task set, for descriptions and for reading calls."""
+    properties = schema["parameters"].get("properties", {})
+    required = schema["parameters"].get("required", ())
+    optional = tuple(name for name in properties if name not in required)
+    return Tool(
+        schema["name"], schema["description"] or schema["name"], properties, _made_by_the_child, None, 2000, optional
+    )
+
+
+def _made_by_the_child(*_: Any, **__: Any) -> str:
+    raise EnvironmentFault("tools of a verifiers task set are called by its child process")

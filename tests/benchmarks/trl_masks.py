@@ -1,13 +1,17 @@
-"""Loss tokens of TRL for rows of common formats, as JSON: run with an interpreter that has TRL.
+"""Tokens and loss tokens of TRL for the rows of files, as JSON: run with an interpreter that has TRL.
 
-    python tests/benchmarks/trl_masks.py TOKENIZER_FOLDER ROWS.json > MASKS.json
+    python tests/benchmarks/trl_masks.py JOB.json > MASKS.json
 
-`tests/rl_core/data/test_trl_masks.py` holds what it printed for TRL 1.16.0, and compares.
+`tests/benchmarks/format_table.py` writes the job: {"tokenizer": folder, "files": {name: {"trainer": "sft", "dpo" or
+"kto", "rows": [...], "together": true = as one data set}}}. Printed is {"trl": version, "transformers": version,
+"files": {name: [...]}} with {"sides": [{"ids", "loss"}, ...]} for each row, or {"error": ...}.
 """
 
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -15,39 +19,74 @@ import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+Row = dict[str, Any]
 
-def main(folder: str, rows_file: str) -> None:
-    """Print {"trl": version, "sft": [{"ids", "mask"}, ...], "dpo": [...]}."""
-    with open(rows_file) as file:
-        rows = json.load(file)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+def main(job_file: str) -> None:
+    """Print what the trainers of TRL make of the job's rows."""
+    with open(job_file) as file:
+        job = json.load(file)
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     torch.manual_seed(0)
     shape = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-
     place = tempfile.mkdtemp()
     made = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape))
     made.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    common = dict(output_dir=place, report_to="none", use_cpu=True, bf16=False, max_length=None)
-    found = {"trl": trl.__version__, "transformers": transformers.__version__, "sft": [], "dpo": []}
-    for row in rows["sft"]:
-        args = trl.SFTConfig(**common, assistant_only_loss="messages" in row, eos_token=tokenizer.eos_token)
-        trainer = trl.SFTTrainer(place, args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
-        batch = trainer.data_collator([trainer.train_dataset[0]])
-        ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
-        found["sft"].append({"ids": ids, "mask": [label != -100 for label in labels]})
-    for row in rows["dpo"]:
-        args = trl.DPOConfig(**common)
-        trainer = trl.DPOTrainer(place, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
-        batch = trainer.data_collator([trainer.train_dataset[0]])
-        sides = []
-        for side in (0, 1):
-            real = batch["attention_mask"][side].bool()
-            mask = batch["completion_mask"][side].bool()[real].tolist()
-            sides.append({"ids": batch["input_ids"][side][real].tolist(), "mask": mask})
-        found["dpo"].append(sides)
+    found: dict[str, Any] = {"trl": trl.__version__, "transformers": transformers.__version__, "files": {}}
+    for name, file in job["files"].items():
+        read = _READERS[file["trainer"]]
+        parts = [file["rows"]] if file.get("together") else [[row] for row in file["rows"]]
+        found["files"][name] = [row for part in parts for row in _tried(read, place, tokenizer, part)]
     print(json.dumps(found))
 
+
+def _tried(read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    try:
+        return read(place, tokenizer, rows)
+    except Exception as error:  # that TRL refuses the format is a finding
+        line = (str(error).strip().splitlines() or [""])[0]
+        return [{"error": f"{type(error).__name__}: {line}"}] * len(rows)
+
+
+def _common(place: str) -> dict[str, Any]:
+    return dict(output_dir=place, report_to="none", use_cpu=True, bf16=False, max_length=None)
+
+
+def _sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    args = trl.SFTConfig(**_common(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token)
+    trainer = trl.SFTTrainer(place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    return [_collated(trainer, row) for row in trainer.train_dataset]
+
+
+def _collated(trainer: Any, row: Mapping[str, Any]) -> Row:
+    batch = trainer.data_collator([row])
+    loss = [place for place, label in enumerate(batch["labels"][0].tolist()) if label != -100]
+    return {"sides": [{"ids": batch["input_ids"][0].tolist(), "loss": loss}]}
+
+
+def _dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    args = trl.DPOConfig(**_common(place))
+    trainer = trl.DPOTrainer(place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
+    return [{"sides": [_completion(batch, 0), _completion(batch, 1)]} for batch in batches]
+
+
+def _kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    args = trl.KTOConfig(**_common(place), loss_type="apo_zero_unpaired")  # no second data set of mismatched pairs
+    trainer = trl.KTOTrainer(place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    return [{"sides": [_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset]
+
+
+def _completion(batch: Mapping[str, Any], side: int) -> Row:
+    """Tokens of one row of a batch, and those that its completion mask names."""
+    real = batch["attention_mask"][side].bool()
+    mask = batch["completion_mask"][side].bool()[real].tolist()
+    loss = [place for place, learns in enumerate(mask) if learns]
+    return {"ids": batch["input_ids"][side][real].tolist(), "loss": loss}
+
+
+_READERS: dict[str, Callable[..., list[Row]]] = {"sft": _sft, "dpo": _dpo, "kto": _kto}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -56,11 +56,6 @@ class Boxed(Adder):
     NEEDS_CONTAINER = True
 
 
-class Tooled(Adder):
-    def toolsets(self, config):
-        return ["search"]
-
-
 class Prepared(Adder):
     async def setup(self, trace, runtime):
         pass
@@ -74,11 +69,6 @@ class Running(Adder):
 class OfContainers(Adding):
     def load(self):
         return [Boxed(data(1))]
-
-
-class OfTools(Adding):
-    def load(self):
-        return [Tooled(data(1))]
 
 
 class OfSetups(Adding):

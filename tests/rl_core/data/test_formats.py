@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_core.data.formats import format_of
-from rl_core.data.records import read_demonstrations, read_preferences
+from rl_core.data.records import check_first_rows, read_demonstrations, read_preferences
 from rl_core.errors import DataError, RecordsError
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -108,6 +108,25 @@ def test_demonstrations(name, row, messages):
         ),
         ("Orca-DPO", {"system": "", "question": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4", "5")),
         (
+            "pairs, Alpaca",  # the instruction is no column beside the input, as of Orca's pairs
+            {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"},
+            ("Add.\n\n2, 2", "4", "5"),
+        ),
+        (
+            "pairs, ShareGPT",
+            {
+                "conversations": [{"from": "human", "value": "2+2?"}],
+                "chosen": {"from": "gpt", "value": "4"},
+                "rejected": {"from": "gpt", "value": "5"},
+            },
+            ("2+2?", "4", "5"),
+        ),
+        (
+            "pairs, ShareGPT",
+            {"conversations": [USER, WRONG, USER], "system": "S", "chosen": [ANSWER], "rejected": [WRONG]},
+            ([{"role": "system", "content": "S"}, USER, WRONG, USER], "4", "5"),
+        ),
+        (
             "HH-RLHF",
             {
                 "chosen": "\n\nHuman: 2+2?\n\nAssistant: 5\n\nHuman: 2+2?\n\nAssistant: 4",
@@ -127,12 +146,32 @@ def test_labelled_completions_are_text_or_messages():
         "prompt": "2+2?", "completion": "4", "label": True,
     }  # fmt: skip
     assert preference({"prompt": "2+2?", "completion": "5", "label": False})["label"] is False
+    assert preference({"messages": [USER, WRONG, USER, ANSWER], "label": True}) == {
+        "prompt": [USER, WRONG, USER], "completion": "4", "label": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("reader", "row", "words"),
     [
         (demonstration, {"question": "a", "answer": "b"}, "jq -c '{prompt: .question, completion: .answer}' FILE"),
+        (
+            demonstration,
+            {"system_prompt": "S", "question": "a", "response": "b"},
+            '{messages: [{role: "system", content: .system_prompt}, {role: "user", content: .question}, '
+            '{role: "assistant", content: .response}]}',
+        ),
+        (demonstration, {"prompt": "2+2?", "completion": "5", "label": False}, "jq -c 'select(.label)' FILE"),
+        (
+            preference,
+            {
+                "conversations": [{"from": "human", "value": "a"}],
+                "chosen": {"from": "human", "value": "b"},
+                "rejected": [ANSWER],
+            },
+            "chosen: must begin and end with the assistant's message",
+        ),
+        (preference, {"messages": [ANSWER], "label": True}, "messages: ends with the assistant's message"),
         (
             demonstration,
             {"my_query": "a", "x": "b"},
@@ -164,9 +203,31 @@ def test_what_is_not_read_is_refused_with_the_line_that_mends_it(reader, row, wo
     assert words in str(error.value)
 
 
+def test_tools_may_be_bare_functions():
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    row = {"messages": [USER, ANSWER], "tools": json.dumps([function])}
+    assert demonstration(row)["tools"] == [{"type": "function", "function": function}]
+    with pytest.raises(RecordsError, match=r"tools\[0\]: must be"):
+        demonstration({"messages": [USER, ANSWER], "tools": [{"name": 3}]})
+
+
 def test_columns_that_are_not_read_are_named(caplog):
     read_demonstrations([{"prompt": "2+2?", "completion": "4", "source": "web", "id": 3, "note": None}])
     assert "columns that are not read: id, source" in caplog.text and "note" not in caplog.text
+
+
+def test_columns_of_a_file_are_named_once_though_it_is_checked_and_then_read(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2?", "completion": "4", "source": "web"}\n')
+    check_first_rows("demonstrations", path, 10)
+    read_demonstrations(path)
+    assert caplog.text.count("columns that are not read: source") == 1
+    path.write_text('{"prompt": "2+2?", "completion": "4", "source": "web", "id": 1}\n')
+    read_demonstrations(path)
+    assert caplog.text.count("columns that are not read") == 2
+    for _ in range(2):
+        read_demonstrations([{"prompt": "2+2?", "completion": "4", "hint": "h"}])
+    assert caplog.text.count("columns that are not read: hint") == 2
 
 
 def test_csv(tmp_path):

@@ -1,59 +1,49 @@
-"""Token ids and loss tokens of common formats, equal to those that TRL 1.16.0 made of the same rows.
+"""Token ids and loss tokens of every format beside those that TRL 1.16.0 made of the same rows.
 
-Recorded by `tests/benchmarks/trl_masks.py` with the tokenizer below, for `SFTTrainer` (with assistant_only_loss for
-rows of messages) and `DPOTrainer`.
+Recorded by `tests/benchmarks/format_table.py record`; the differences that are meant have a reason there.
 """
 
-import json
-
 import pytest
-from helpers import ROOT
+from benchmarks import format_table
+from helpers.format_files import FILES, places, read, recorded, sides_of, small_renderer
 
-from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
 from rl_core.data.preference_rows import pair_of
-from rl_core.data.records import read_demonstrations, read_preferences
-from rl_core.data.tokenizer import train_tokenizer
-
-RECORDED = json.loads((ROOT / "tests/helpers/peers/trl_masks.json").read_text())
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+from rl_core.data.records import read_preferences
 
 
 @pytest.fixture(scope="module")
 def renderer():
-    tokenizer = train_tokenizer(["Once upon a time 2+2 is 4, I think no. Be brief."] * 3, 300)
-    tokenizer.chat_template = TEMPLATE
-    return ChatRenderer(tokenizer)
+    return small_renderer()
 
 
-def places(mask):
-    return [index for index, learns in enumerate(mask) if learns]
+def sequences(file, renderer):
+    return [sides_of(row, renderer) for row in read(file.path, file.kind).rows]
 
 
-@pytest.mark.parametrize("case", RECORDED["sft"], ids=lambda case: "-".join(case["row"]) + str(len(case["ids"])))
-def test_demonstrations_have_the_loss_tokens_of_trl(renderer, case):
-    row = read_demonstrations([case["row"]]).rows[0]
-    ((ids, mask),) = training_sequences(renderer, row["messages"])
-    assert ids == case["ids"]
-    expected = case["loss"]
-    if "text" in case["row"]:  # TRL labels the first token too, which no logits predict
-        expected = expected[1:]
-    assert places(mask) == expected
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file):
+    theirs = recorded()["files"][file.name]
+    found = {format_table.difference(a, b) for a, b in zip(sequences(file, renderer), theirs, strict=True)}
+    if file.name in format_table.REASONS:
+        assert found == {format_table.REASONS[file.name][0]}
+    else:
+        assert all(not word or word.startswith("not taken by TRL: ") for word in found)
 
 
-@pytest.mark.parametrize(
-    "case", RECORDED["dpo"], ids=lambda case: str(len(case["row"])) + str(len(case["row"]["chosen"]))
-)
-def test_pairs_have_the_completion_tokens_of_trl(renderer, case):
-    pair = pair_of(read_preferences([case["row"]]).rows[0], renderer)
-    for side, found in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        assert found.ids == case[side]["ids"]
-        assert places([False] * len(found.prompt_ids) + found.loss_mask) == case[side]["loss"]
+def test_most_formats_that_trl_takes_are_equal():
+    equal = [file.name for file, _, differences, _ in format_table.rows() if not any(differences)]
+    assert {"messages", "messages_tools", "conversational", "pairs_conversational", "implicit_prompt"} <= set(equal)
+
+
+def test_text_differs_by_the_first_label_alone(renderer):
+    file = next(file for file in FILES if file.name == "text")
+    for ((ids, mask),), theirs in zip(sequences(file, renderer), recorded()["files"]["text"], strict=True):
+        (side,) = theirs["sides"]
+        assert (ids, [0, *places(mask)]) == (side["ids"], side["loss"])
+
+
+def test_the_table_of_the_document_is_that_of_this_version():
+    assert format_table.PAGE.read_text() == format_table.page(), "python tests/benchmarks/format_table.py write"
 
 
 def test_a_side_of_several_turns_has_loss_on_the_assistants_turns_alone(renderer):

@@ -79,7 +79,6 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
         ({"taskset": "adding_tasks:Adder2"}, "AttributeError"),
         ({"taskset": "adding_tasks", "config": {"size": 3}}, "extra inputs are not permitted: ['size']"),
         ({"taskset": "adding_tasks:OfContainers"}, "its tasks need a container"),
-        ({"taskset": "adding_tasks:OfTools"}, "its tasks define their own tools"),
         ({"taskset": "adding_tasks:OfSetups"}, "have a setup(), which needs a runtime"),
         ({"taskset": "adding_tasks:OfRuntimes"}, "its reward 'right' needs a runtime"),
         ({"taskset": "adding_tasks:OfUsers"}, "task 0: ValueError: it has no prompt"),

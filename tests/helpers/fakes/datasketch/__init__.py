@@ -2,8 +2,13 @@
 
 
 class MinHash:
-    def __init__(self, num_perm=128, seed=1):
+    def __init__(self, num_perm=128, seed=1, hashfunc=None):
         self.parts = set()
+
+    def copy(self):
+        made = MinHash()
+        made.parts = set(self.parts)
+        return made
 
     def update_batch(self, parts):
         self.parts |= set(parts)

@@ -1,5 +1,6 @@
 """The part of verifiers 0.4 used by the adapter, in plain dataclasses."""
 
+import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -28,9 +29,25 @@ class UserMessage:
 
 
 @dataclass
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass
 class AssistantMessage:
     content: str
     role: str = "assistant"
+    tool_calls: list | None = None
+
+
+@dataclass
+class ToolMessage:
+    tool_call_id: str
+    content: str
+    name: str | None = None
+    role: str = "tool"
 
 
 @dataclass
@@ -105,6 +122,28 @@ class Task:
         trace.rewards["right"] = SimpleNamespace(score=await self.right(trace))
         trace.rewards["skipped"] = None
         trace.metrics["length"] = float(len(trace.last_reply))
+
+
+class Toolset:
+    """A server of tools; calls see the state that `_pull_state` gives."""
+
+    server_name = "shop"
+
+    def __init__(self, config):
+        self.config, self._state_cls, self.state = config, self.state_class, None
+
+    async def setup(self):
+        pass
+
+    def _with_state(self, function):
+        async def call(**arguments):
+            self.state = await self._pull_state()
+            result = await function(**arguments)
+            await self._push_state(b"")
+            return result
+
+        call.__signature__ = inspect.signature(function)
+        return call
 
 
 class Taskset:

@@ -1,0 +1,82 @@
+"""Tool servers of a `verifiers` task set, run within the child that plays it: see `verifiers_child`.
+
+The package starts each as an MCP server of its own process or container. Here its tools are registered and called
+through the package's own MCP classes, without a network; what a call changes in the rollout's state stays in its trace.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Servers", "refuse"]
+
+
+def refuse(servers: Sequence[Any]) -> None:
+    """Raise ValueError for a server that cannot run here: elsewhere, in a container, or inside an agent's."""
+    for server in servers:
+        config, name = server.config, type(server).__name__
+        if getattr(config, "url", None):
+            raise ValueError(f"its toolset {name} is served at a URL, which is not supported")
+        if getattr(config, "colocated", False):
+            raise ValueError(f"its toolset {name} is to run inside the agent's runtime, which is not supported")
+        runtime = type(getattr(config, "runtime", None)).__name__
+        if runtime not in ("SubprocessConfig", "NoneType"):
+            raise ValueError(f"its toolset {name} needs the runtime {runtime}; only plain processes are supported")
+
+
+class Servers:
+    """The servers of one episode."""
+
+    def __init__(self, servers: Sequence[Any], trace: Any) -> None:
+        self._servers, self._trace = servers, trace
+        self._tools: dict[str, tuple[Any, Any]] = {}  # (MCP server, its tool) by the name that the policy sees
+
+    async def open(self, task: Any, of_task: Sequence[Any]) -> None:
+        """Set the servers up as the package does. `of_task`: those that are made for a task, and see it."""
+        from mcp.server.mcpserver import MCPServer
+
+        for server in self._servers:
+            self._share_state(server)
+            await server.setup()
+            if server in of_task:
+                await server.setup_task(task.data)
+            prefix = server.server_name
+            mcp = MCPServer(prefix or type(server).__name__)
+            server.register(mcp)
+            for tool in await mcp.list_tools():
+                name = f"{prefix}_{tool.name}" if prefix else tool.name
+                if name in self._tools:
+                    raise ValueError(f"its toolsets have two tools '{name}'")
+                self._tools[name] = (mcp, tool)
+
+    def _share_state(self, server: Any) -> None:
+        """Calls see and change the state of the trace, for which the package has a channel between processes."""
+        state = self._trace.state
+
+        async def pull() -> Any:
+            return state if isinstance(state, server._state_cls) else server._state_cls()
+
+        async def push(before: bytes) -> None:
+            return None  # changed in place
+
+        server._pull_state, server._push_state = pull, push
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Name, description and JSON schema of the arguments of each tool."""
+        return [
+            {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            for name, (_, tool) in self._tools.items()
+        ]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Text that a call gives, and whether it is an error, as the package's own agent would see it."""
+        mcp, tool = self._tools[name]
+        try:
+            found = mcp.call_tool(tool.name, arguments)
+            result = await found if inspect.isawaitable(found) else found
+        except Exception as error:  # of the tool; the policy reads it
+            return f"Error: {type(error).__name__}: {error}"[:2000], True
+        texts = [block.text if getattr(block, "type", "") == "text" else str(block) for block in result.content]
+        return "\n".join(texts), bool(getattr(result, "is_error", False))
