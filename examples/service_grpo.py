@@ -21,7 +21,7 @@ from rl_core.data.chat import ChatRenderer
 
 LEVEL, CONTEXT = "easy", 192
 PROMPTS, GROUP_SIZE, ITERATIONS, MAX_TURNS, MAX_TOKENS = 8, 8, 30, 4, 12
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 
 
 def make_base(folder, demonstrations=6000, epochs=4, seed=0):
@@ -120,7 +120,7 @@ def main(iterations=ITERATIONS, base="grid", seed=0):
     adam = types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8, grad_clip_norm=1.0)
     success = []
     for iteration in range(iterations):
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         seeds = [pool[n] for n in rng.sample(range(100_000), PROMPTS) for _ in range(GROUP_SIZE)]
         rollouts = play(sampler, renderer, environment, seeds)
         rewards_PG = np.array([rollout.reward for rollout in rollouts]).reshape(PROMPTS, GROUP_SIZE)
