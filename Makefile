@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 # What users of the library see: checked strictly.
-PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
+PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
+	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/json_records.py
 
 .PHONY: help setup demo test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 

@@ -21,10 +21,10 @@ from rl_core.data.chat import ChatRenderer
 
 LEVEL, CONTEXT = "easy", 192
 PROMPTS, GROUP_SIZE, ITERATIONS, MAX_TURNS, MAX_TOKENS = 8, 8, 30, 4, 12
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 
 
-def make_base(folder, demonstrations=1500, epochs=4, seed=0):
+def make_base(folder, demonstrations=6000, epochs=4, seed=0):
     """A model from scratch that imitates the demonstrator: the base model of the service."""
     import rl_core
     from rl_core.settings import ModelSettings
@@ -66,9 +66,11 @@ class Rollout:
         self.reward += step.reward
         self.success = bool(step.success)
         self.is_over = step.terminated or step.truncated
+        seen = [] if self.is_over else renderer.observation_ids(step.messages)
+        if len(self.tokens) + len(seen) + MAX_TOKENS > CONTEXT:
+            self.is_over = True
         if not self.is_over:
-            self.read(renderer.observation_ids(step.messages))
-            self.is_over = len(self.tokens) + MAX_TOKENS >= CONTEXT
+            self.read(seen)
 
 
 def play(sampler, renderer, environment, seeds):
@@ -112,12 +114,13 @@ def main(iterations=ITERATIONS, base="grid", seed=0):
     rng = random.Random(seed)
     environment = environments.make("pixel_grid")
     pool = environment.seeds_of("train", LEVEL)
-    training = tinker.ServiceClient().create_lora_training_client(base_model=base, rank=16, seed=seed)
+    service = tinker.ServiceClient()
+    training = service.create_lora_training_client(base_model=base, rank=16, seed=seed).result()
     renderer = ChatRenderer(training.get_tokenizer())
     adam = types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8, grad_clip_norm=1.0)
     success = []
     for iteration in range(iterations):
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         seeds = [pool[n] for n in rng.sample(range(100_000), PROMPTS) for _ in range(GROUP_SIZE)]
         rollouts = play(sampler, renderer, environment, seeds)
         rewards_PG = np.array([rollout.reward for rollout in rollouts]).reshape(PROMPTS, GROUP_SIZE)

@@ -138,7 +138,7 @@ def main(kind="dpo", base="grid", pairs=PAIRS, seed=0):
     import tinker
 
     service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model=base, rank=16, seed=seed)
+    training = service.create_lora_training_client(base_model=base, rank=16, seed=seed).result()
     renderer = ChatRenderer(training.get_tokenizer())
     found = make_pairs(renderer, pairs + HELDOUT, seed)
     heldout, found = found[:HELDOUT], found[HELDOUT:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,30 @@ def up(arguments: argparse.Namespace) -> int:
     """Start servers, worker and deployments, or repair running ones."""
     from flows.operations.commands import up as start
 
-    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
+    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments", "service")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    start(Path(arguments.output), given, detach=arguments.detach)
+    if arguments.service is None:
+        start(Path(arguments.output), given, detach=arguments.detach)
+        return 0
+    from flows.service.configuration import load_service_settings
+    from flows.service.supervising import beside_pipelines
+    from tasks.shipped import find_config
+
+    place = find_config(arguments.service)
+    folder = [] if _names_folder(place) else [f"folder={Path(arguments.output).resolve() / 'service'}"]
+    settings = load_service_settings(place, folder)
+    given["service"] = str(Path(place).resolve())
+    start(Path(arguments.output), given, detach=arguments.detach, also=partial(beside_pipelines, settings))
     return 0
+
+
+def _names_folder(config: Path) -> bool:
+    """True = a service's own file sets its folder; that of a shipped one is the output folder's."""
+    from tasks.config.yaml_loader import read_yaml
+    from tasks.shipped import shipped
+
+    is_shipped = Path(config).resolve().parent == Path(shipped("configs")).resolve()
+    return not is_shipped and "folder" in read_yaml(Path(config)).data
 
 
 def down(arguments: argparse.Namespace) -> int:

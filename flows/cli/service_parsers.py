@@ -16,6 +16,7 @@ def _add_up(commands: Any) -> None:
         "up --detach    (in the background; posttrain down ends it)",
         "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
         "up --detach --database postgresql://me@localhost/team",
+        "up --service my_service.yaml    (a training service, too)",
     ]
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = add_command(commands, "up", about, examples)
@@ -37,6 +38,11 @@ def _add_up(commands: Any) -> None:
         help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
         "(default: those that come with posttrain)",
     )
+    parser.add_argument(
+        "--service", metavar="CONFIG",
+        help="keep up a training service as well: its YAML file, or the name of a shipped one; its folder is service/ "
+        "in the output folder, unless the file names one",
+    )  # fmt: skip
     parser.add_argument(
         "--gpu-slots", type=positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
     )

@@ -35,6 +35,8 @@ def service(arguments: argparse.Namespace) -> int:
 
     store = ServiceStore(settings.store_url)
     try:
+        if arguments.part == "promote":
+            return _promote(settings, store, arguments)
         return _PARTS[arguments.part](store, arguments)
     finally:
         store.close()
@@ -143,6 +145,34 @@ def _logs(settings: ServiceSettings, arguments: argparse.Namespace) -> int:
         lines = path.read_text(errors="replace").splitlines()[-arguments.number :] if path.is_file() else []
         print(f"--- {path}")
         print(visible("\n".join(lines)) if lines else "(empty)")
+    return 0
+
+
+def _promote(settings: ServiceSettings, store: ServiceStore, arguments: argparse.Namespace) -> int:
+    """Move the alias `champion` to the version of a saved path."""
+    from pathlib import Path
+
+    from flows.cli.arguments_to_settings import connect_mlflow
+
+    found = store.checkpoint(arguments.path)
+    if found is None:
+        raise DataError(f"'{arguments.path}': there are no saved weights of this path, or they have expired")
+    if found.version is None:
+        remedy = {
+            "none": "register what is saved from now on: worker.registered=all",
+            "failed": "it could not be registered; posttrain service logs worker",
+        }.get(found.registration, "the worker registers it when nothing else is to be done; try again")
+        raise DataError(f"'{arguments.path}' has no version in the model registry; {remedy}")
+    connect_mlflow(str(Path(settings.folder).parent))
+    from tasks.tracking import Tracking
+
+    name, _, version = found.version.rpartition("/")
+    tracking = Tracking(settings.mlflow or None, Path(settings.folder), "service")
+    before = tracking.champion(name)
+    tracking.set_champion(name, int(version))
+    store.note("operator", "checkpoint_promote", found.path, found.version)
+    was = "" if before is None else f" (before: version {before.version})"
+    print(f"{found.version} is champion of {name}{was}")
     return 0
 
 

@@ -19,10 +19,9 @@ def _add_service(commands: Any) -> None:
         "service key create anna --limit 600 --queue 64",
         "service runs",
         "service cancel r-0123456789abcdef01234567",
+        "service promote tinker://RUN/weights/best",
     ]
-    about = (
-        "serve training to clients that write their own loop (tinker SDK): up, key, runs, queue, cancel, logs, audit"
-    )
+    about = "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit"
     parser = add_command(commands, "service", about, examples)
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
     up = parts.add_parser("up", help="start server and worker; they are started again when they die")
@@ -44,6 +43,10 @@ def _add_service(commands: Any) -> None:
     _part(parts, "queue", "open requests by kind, and waiting and service times")
     cancel = _part(parts, "cancel", "cancel a request that waits, or all that wait of a run")
     cancel.add_argument("name", metavar="REQUEST|RUN", help="id of a request (r-...) or of a training run")
+    promote = _part(parts, "promote", "make the version of a saved path the champion of its registered model")
+    promote.add_argument(
+        "path", metavar="PATH", help="tinker://RUN/weights/NAME, saved while worker.registered was set"
+    )
     logs = _part(parts, "logs", "last lines of the logs")
     logs.add_argument("process", metavar="PROCESS", nargs="?", choices=("server", "worker"), help="server or worker")
     logs.add_argument("--number", "-n", type=positive, default=20, metavar="N", help="lines (default: 20)")

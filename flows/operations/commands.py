@@ -20,7 +20,7 @@ from flows.operations.processes import check_platform, end_all, leftovers, mark_
 from flows.operations.report import links, table
 from flows.operations.services import prefect_url
 from flows.operations.state import Options, State, StatePaths, is_running, read_state
-from flows.operations.supervisor import REPAIR, Supervisor
+from flows.operations.supervisor import REPAIR, MoreServers, Supervisor, no_more
 from flows.runtime.prefect_access import password
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 from rl_core.storage.single_files import make_folder, open_log
@@ -34,17 +34,18 @@ GIVE_UP_AFTER = 3  # failures of a server during a repair; the supervisor keeps 
 COMMAND = (sys.executable, "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
-    "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments",
+    "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments", "service": "--service",
 }  # fmt: skip
 
 
-def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
+def up(output: Path, given: dict[str, Any], *, detach: bool = False, also: MoreServers = no_more) -> None:
     """Start the servers of an output folder, or repair running ones.
 
     Args:
         output: the folder.
         given: fields of `Options` set on the command line; others have their defaults.
         detach: run the supervisor in the background; otherwise return when the servers are stopped.
+        also: servers beside, for the address of MLflow.
     Raises: SettingsError, BackendError, FolderBusy; DataError if the servers are up but a registration failed.
     """
     check_platform()
@@ -66,7 +67,7 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
     if detach:
         _start_in_background(places, given, address)
         return
-    supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say)
+    supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say, also=also)
     supervisor.run(lambda state: _announce(state, output))
     _say("stopped; nothing is left running")
 

@@ -71,6 +71,7 @@ class Options:
     runs: int | None = None  # concurrent flow runs on this machine; None = no limit
     gpu_slots: int | None = None  # None: number of GPUs, at least 1
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
+    service: str | None = None  # YAML file of a training service that is kept up, too
 
 
 @dataclass(slots=True)

@@ -30,13 +30,21 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.shipped import shipped
 
-__all__ = ["Supervisor"]
+__all__ = ["MoreServers", "Supervisor", "no_more"]
 
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.25
 STOP_SECONDS = 100.0  # per server; its keeper kills it earlier
 REPAIR = signal.SIGUSR1
+
+
+MoreServers = Callable[[Path, str], list[ServiceSpec]]  # of an output folder and the address of MLflow
+
+
+def no_more(output: Path, mlflow: str) -> list[ServiceSpec]:
+    """No servers beside."""
+    return []
 
 
 class Stop(Exception):
@@ -54,10 +62,14 @@ class Supervisor:
         *,
         mlflow_elsewhere: str = "",
         say: Callable[[str], None] = print,
+        also: MoreServers = no_more,
     ) -> None:
-        """`address`: database address with password; `options.database` is the version without it."""
+        """`address`: database address with password; `options.database` is the version without it.
+
+        also: servers beside Prefect, MLflow and the worker; it is called when the folder is locked and free.
+        """
         self.output, self.options, self._address = output, options, address
-        self._mlflow_elsewhere, self._say = mlflow_elsewhere, say
+        self._mlflow_elsewhere, self._say, self._also = mlflow_elsewhere, say, also
         self.places = StatePaths(output)
         own = ProcessId.of(os.getpid())
         assert own is not None
@@ -115,6 +127,7 @@ class Supervisor:
         if ended := end_all(mark_of(self.output), grace=15.0):
             self._say(f"ended {len(ended)} processes that an earlier `posttrain up` left behind")
         specs = services(self.output, self.options, prepare(self._address), self._mlflow_elsewhere)
+        specs += self._also(self.output, self.mlflow)
         for spec in specs:
             if spec.port is not None:
                 check_port(spec.port, f"the {spec.name} server", spec.option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import signal
 import sys
@@ -23,7 +24,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import resolve
 
-__all__ = ["address_of", "log_of", "same_store", "supervise"]
+__all__ = ["address_of", "beside_pipelines", "log_of", "same_store", "supervise"]
 
 STEP_SECONDS = 0.2
 SAVING_SECONDS = 60.0  # for a worker that saves its runs before it is killed
@@ -47,6 +48,25 @@ def same_store(settings: ServiceSettings) -> str:
 def log_of(settings: ServiceSettings, name: str) -> Path:
     """Log of `server` or `worker`."""
     return Path(settings.folder) / "logs" / f"{name}.log"
+
+
+def beside_pipelines(settings: ServiceSettings, output: Path, mlflow: str) -> list[ServiceSpec]:
+    """The service's processes among the servers of `posttrain up`, marked as theirs, with their MLflow server.
+
+    Raises: BackendError where the store does not answer.
+    """
+    folder = make_folder(Path(settings.folder))
+    ServiceStore(settings.store_url).close()
+    write_json_atomic(folder / "settings.json", resolve(settings))
+    option = "the service's file: server.port"
+    return [
+        dataclasses.replace(
+            spec, name=name, option=option if spec.port is not None else "",
+            environment={**spec.environment, **base_environment(output, name), "MLFLOW_TRACKING_URI": mlflow,
+                         "PYTHONPATH": spec.environment["PYTHONPATH"]},
+        )
+        for spec, name in zip(_specs(settings), ("engine", "service"), strict=True)
+    ]  # fmt: skip
 
 
 def _specs(settings: ServiceSettings) -> list[ServiceSpec]:

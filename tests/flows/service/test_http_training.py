@@ -212,3 +212,17 @@ def test_weights_are_copied_once_and_outlive_their_source(service):
     (listed,) = service.call("GET", f"training_runs/{held}/checkpoints")["checkpoints"]
     assert listed["expires_at"] and service.post("weights_info", {"tinker_path": copy})["lora_rank"] == 4
     service.forward_backward(held, 1, random_data(1), status=422)  # it holds weights, and is not trained
+
+
+def test_another_optimizer_for_saved_weights_is_refused_by_name(service):
+    """A run that is made from saved weights keeps the family that they were made with, with its state or without."""
+    session = service.session()
+    run = service.new_run(session)
+    saved = service.result(service.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    body = {"session_id": session, "model_seq_id": 1, "path": saved}
+    for optimizer, why in ((True, "its state is loaded"), (False, "a run keeps the family that it was made with")):
+        asked = {**body, "optimizer": optimizer, "optimizer_config": {"type": "dimuon", "version": 1}}
+        refused = service.post("load_weights", asked, status=422)
+        assert refused["detail"] == f"optimizer_config: {saved} has adamw, and {why}"
+    taken = service.post("load_weights", {**body, "optimizer": False, "optimizer_config": {"type": "adamw"}})
+    assert service.result(taken)["model_id"] == f"{session}:train:1"

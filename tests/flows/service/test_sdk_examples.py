@@ -11,8 +11,8 @@ import sys
 import sysconfig
 
 import pytest
-from flows.service.test_public_client import environments, serving
 from helpers import ROOT
+from helpers.public_sdk import sdk_environments, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 EXAMPLES = ROOT / "examples"

@@ -1,5 +1,6 @@
 """`posttrain service up`: both processes, a worker that dies, a clean stop; options for the same store."""
 
+import json
 import os
 import re
 import signal
@@ -85,3 +86,24 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
     reader.join(timeout=10)
     assert lines[-1] == "stopped; every run is saved\n" and code == 0
     assert last and not any(Path(f"/proc/{process}").exists() for process in last)
+
+
+def test_the_service_beside_pipelines(tmp_path):
+    """Its processes are servers of `posttrain up`: marked as such, so that `down` ends them, with its MLflow server."""
+    from flows.operations.processes import MARK, mark_of
+    from flows.service.configuration import load_service_settings, service_settings
+    from flows.service.supervising import beside_pipelines
+
+    config = tmp_path / "mine.yaml"
+    config.write_text("engine: {bases: {small: org/small}}\nserver: {port: 8700}\n")
+    output = tmp_path / "out puts"
+    settings = load_service_settings(config, [f"folder={output / 'service'}"])
+    engine, server = beside_pipelines(settings, output, "http://127.0.0.1:5999")
+    assert (engine.name, server.name) == ("engine", "service")
+    assert [spec.environment[MARK] for spec in (engine, server)] == [mark_of(output, n) for n in ("engine", "service")]
+    assert {spec.environment["MLFLOW_TRACKING_URI"] for spec in (engine, server)} == {"http://127.0.0.1:5999"}
+    assert (engine.port, server.port, server.url) == (None, 8700, "http://127.0.0.1:8700")
+    written = Path(server.command[-1])
+    assert written == output / "service" / "settings.json" and engine.command[-2:] == ("worker", str(written))
+    assert service_settings(json.loads(written.read_text())).engine.bases == {"small": "org/small"}
+    assert server.works() is False and engine.works() is True
