@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.cli import (
     comparison_parsers,
+    online_parsers,
     pipeline_parsers,
     review_parsers,
     service_parsers,
@@ -39,7 +40,7 @@ _ORDER = (
     "init", "convert", "data",
     "run", "sweep", "retrain", "validate", "stage", "why", "profile",
     "evaluate", "analyze", "promote",
-    "approve", "resume", "up", "down", "status", "service",
+    "approve", "resume", "up", "down", "status", "service", "online",
     "ui", "monitor", "runs", "compare", "replay", "verify-resume", "sync", "gc", "doctor",
 )  # fmt: skip
 
@@ -52,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    rooms = (pipeline_parsers, comparison_parsers, review_parsers, service_parsers, training_service_parsers)
+    rooms = (
+        pipeline_parsers, comparison_parsers, review_parsers, service_parsers, training_service_parsers, online_parsers,
+    )  # fmt: skip
     parsers = {name: add for room in rooms for name, add in room.PARSERS.items()}
     for name in sorted(parsers, key=_ORDER.index):
         parsers[name](commands)
