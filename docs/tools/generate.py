@@ -1,4 +1,4 @@
-"""Writes the generated pages of the documentation: configuration, metrics, and names of TRL and verl.
+"""Writes the generated pages of the documentation: configurations, metrics, and names of TRL and verl.
 
 `python docs/tools/generate.py` writes them, `--check` only names the stale ones. The pages are committed, so that they
 can be read and reviewed without building the site; a test runs the check.
@@ -20,13 +20,13 @@ DOCS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
 from rl_core.analysis.metric_reference import GROUPS, MetricGroup  # noqa: E402
-from rl_core.settings import Settings  # noqa: E402
+from rl_core.settings import OnlineSettings, Settings  # noqa: E402
 from rl_core.settings.peer_names import PeerName, trl_names, verl_names  # noqa: E402
 from rl_core.settings.trl_names import TRL_VERSION  # noqa: E402
 from rl_core.settings.verl_names import VERL_VERSION  # noqa: E402
 from tasks.config.settings import PipelineSettings  # noqa: E402
 
-__all__ = ["coming_from_page", "configuration_page", "main", "metrics_page", "pages"]
+__all__ = ["coming_from_page", "configuration_page", "main", "metrics_page", "online_page", "pages"]
 
 NOTE = "<!-- Written by docs/tools/generate.py; edit the source named below instead. -->\n\n"
 
@@ -45,6 +45,14 @@ built as well.
   values.
 - Any key can be changed on the command line: `--set stages.policy.learning_rate=1e-6`.
 - `posttrain validate CONFIG --show` prints all settings of a file, defaults included.
+
+"""
+
+_ONLINE = """\
+# Settings of online learning
+
+Every key of the YAML file of `posttrain online`, with its type, default and range. Generated from `rl_core/settings/online.py`.
+[Online learning](online.md) says what they do.
 
 """
 
@@ -135,14 +143,24 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration_page(),
         DOCS / "metrics.md": metrics_page(),
+        DOCS / "online-settings.md": online_page(),
         DOCS / "coming-from.md": coming_from_page(),
     }
 
 
 def configuration_page() -> str:
     """Markdown of the configuration reference."""
-    parts = [NOTE, _CONFIGURATION]
-    blocks = list(_blocks("", PipelineSettings))
+    return _settings_page(_CONFIGURATION, PipelineSettings)
+
+
+def online_page() -> str:
+    """Markdown of the settings of online learning."""
+    return _settings_page(_ONLINE, OnlineSettings)
+
+
+def _settings_page(head: str, settings: type[Settings]) -> str:
+    parts = [NOTE, head]
+    blocks = list(_blocks("", settings))
     places: dict[type[Settings], list[str]] = {}
     for place, cls in blocks:
         places.setdefault(cls, []).append(place)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.cli import streams
+from flows.cli.online_commands import online
 from flows.cli.parser import build_parser
 from flows.cli.pipeline_commands import (
     convert,
@@ -166,9 +167,10 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 _ALL = (
     init, convert, data, run, sweep, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve,
-    resume, up, down, status, serve, service, ui, monitor, runs, compare, replay, verify_resume, sync, gc, doctor,
+    resume, up, down, status, serve, service, online, ui, monitor, runs, compare, replay, verify_resume, sync, gc,
+    doctor,
 )  # fmt: skip
-TRAINING = ("run", "resume", "retrain", "stage", "sweep")  # resumable commands
+TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__.replace("_", "-"): command for command in _ALL
 }

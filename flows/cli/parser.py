@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.cli import (
     comparison_parsers,
+    online_parsers,
     pipeline_parsers,
     review_parsers,
     service_parsers,
@@ -40,7 +41,7 @@ _ORDER = (
     "init", "convert", "data",
     "run", "sweep", "retrain", "validate", "stage", "why", "profile",
     "evaluate", "analyze", "promote",
-    "approve", "resume", "up", "down", "status", "serve", "service",
+    "approve", "resume", "up", "down", "status", "serve", "service", "online",
     "ui", "monitor", "runs", "compare", "replay", "verify-resume", "sync", "gc", "doctor",
 )  # fmt: skip
 
@@ -55,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     rooms = (
         pipeline_parsers, comparison_parsers, review_parsers, service_parsers, serving_parsers,
-        training_service_parsers,
+        training_service_parsers, online_parsers,
     )  # fmt: skip
     parsers = {name: add for room in rooms for name, add in room.PARSERS.items()}
     for name in sorted(parsers, key=_ORDER.index):

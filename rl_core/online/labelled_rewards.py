@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.environments.environment import Environment
+from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.heldout import within
 from rl_core.errors import DataError, EnvironmentFault, RewardError, SettingsError
 from rl_core.models.turn_states import Embed
@@ -138,7 +139,7 @@ def _replayed(rollout: Rollout, text: str, environment: Environment) -> Rollout:
             for turn in played.turns:
                 if turn is played.turns[-1] and _was_cut(played.stop_reason, turn):
                     break
-                step = call(lambda action=turn.action: plain_step(episode.step(action)))
+                step = call(functools.partial(_step, episode, turn.action))
                 reward += step.reward
                 success, grounded = bool(step.success), step.is_grounded
                 if step.terminated or step.truncated:
@@ -150,6 +151,10 @@ def _replayed(rollout: Rollout, text: str, environment: Environment) -> Rollout:
     except (Exception, SystemExit) as error:
         raise EnvironmentFault(f"{place}: {type(error).__name__}: {error}") from error
     return _copied(rollout, reward=reward, success=success, is_grounded=grounded, target=text)
+
+
+def _step(episode: Episode, action: str) -> Step:
+    return plain_step(episode.step(action))
 
 
 def _was_cut(stop_reason: str, turn: Any) -> bool:

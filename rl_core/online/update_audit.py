@@ -53,14 +53,13 @@ def contribution_record(report: UpdateReport, task: UpdateTask | None, seconds: 
     """One update for programs: every number of the report, and per experience label, rewards and advantages."""
     record: dict[str, Any] = {"time": seconds, **report.to_json(), "experiences": []}
     for item in task.items if task is not None else ():
-        label = item.kept.label
         record["experiences"].append(
             {
                 "request_id": item.kept.experience.request_id,
                 "number": item.kept.number,
                 "policy_version": item.kept.experience.policy_version,
                 "importance_weight": item.weight,
-                "label": None if label is None else {"source": label.source, "confidence": label.confidence},
+                "label": {"source": item.label.source, "kind": item.label.kind, "confidence": item.label.confidence},
                 "rewards": item.rewards.to_json(),
                 "advantages": item.advantages_R.tolist(),
                 "error": item.error,

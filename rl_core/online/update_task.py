@@ -18,6 +18,7 @@ from rl_core.errors import DataError
 from rl_core.losses.advantages import GroupMethod, group_advantages
 from rl_core.online.experience_buffer import KeptExperience
 from rl_core.online.labelled_rewards import RewardTable
+from rl_core.online.labels import Label
 
 __all__ = ["RunningBaseline", "ScoredExperience", "UpdateTask", "adaptive_learning_rate", "request_advantages"]
 
@@ -85,6 +86,7 @@ class ScoredExperience:
     """An experience of an update with its rewards."""
 
     kept: KeptExperience
+    label: Label  # as it was for this update; a better one may come
     weight: float  # importance weight of its draw
     rewards: RewardTable
     advantages_R: NDArray[np.float64]

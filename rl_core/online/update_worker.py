@@ -271,7 +271,7 @@ class UpdateWorker:
         if self.updates % settings.snapshot_every == 0 and not self.paused:
             self._publish()
         if self.updates % settings.checkpoint_every == 0:
-            self.save()
+            self.save(prune=True)
 
     def _task(self, number: int) -> UpdateTask:
         settings, buffer = self.settings.update, self.settings.buffer
@@ -297,7 +297,7 @@ class UpdateWorker:
         return UpdateTask(number, tuple(items), rate, self.learner.kl_coef)
 
     def _scored(self, kept: KeptExperience, weight: float, found: RewardTable | str) -> ScoredExperience | None:
-        if isinstance(found, str):
+        if isinstance(found, str) or kept.label is None:
             self.buffer.learned(kept.experience.request_id, 0.0)
             return None
         advantages_R, errors_R = request_advantages(
@@ -306,7 +306,7 @@ class UpdateWorker:
             self.baseline.value(kept.experience.place),
             self.settings.update.algorithm,
         )
-        return ScoredExperience(kept, weight, found, advantages_R, errors_R)
+        return ScoredExperience(kept, kept.label, weight, found, advantages_R, errors_R)
 
     def _note_rewards(self, kept: KeptExperience, found: RewardTable | str) -> None:
         """The running mean takes each experience in once, under its first label that tells."""
@@ -328,19 +328,27 @@ class UpdateWorker:
         self.learner.snapshots.publish(self.updates, self.learner.served_weights(), facts)
         self.served = self.updates
 
-    def save(self) -> None:
-        """Publish a checkpoint, then remove the snapshots and segments that nothing refers to any more."""
+    def save(self, *, prune: bool = False) -> None:
+        """Publish a checkpoint. With `prune`, then remove snapshots and segments that nothing refers to any more.
+
+        Which snapshots are there decides how the old distribution is known, so they are removed after the same updates
+        in every run over the same records: not where a worker happens to be stopped.
+        """
         self.store.save(
             {
                 "model": dict(trainable_weights(self.learner.model)),
                 "learner": self.learner.state_dict(),
-                "worker": self._state(),
+                "worker": {**self._state(), "prune": prune},
                 "rewards": self.scorer.rewards.state_dict(),
                 "rng": rng_state(),
                 "fingerprint": self.fingerprint,
             }
         )
         fault("online.saved")
+        if prune:
+            self._prune()
+
+    def _prune(self) -> None:
         referenced = self.buffer.referenced_versions() | {self.live, self.served}
         # the checkpoint before this one may still be resumed from, where this one turns out to be damaged
         self.learner.snapshots.prune(self.settings.update.keep_snapshots, referenced | self._referenced)
@@ -372,6 +380,8 @@ class UpdateWorker:
             "counts": dict(self.counts),
             "last_record": self.reader.last,
             "last_digest": self._last_digest,
+            "referenced": sorted(self._referenced),
+            "needed": self._needed,
         }
 
     def _begin(self) -> None:
@@ -413,8 +423,10 @@ class UpdateWorker:
         self._last_digest = worker["last_digest"]
         self.buffer.load_state_dict(worker["buffer"], self._experiences(worker))
         self.reader = LogReader(self.log, after=worker["last_record"])
-        self._referenced = self.buffer.referenced_versions() | {self.live, self.served}
+        self._referenced, self._needed = set(worker["referenced"]), int(worker["needed"])
         restore_rng(state["rng"])
+        if worker["prune"]:  # it may have been killed before it did
+            self._prune()
 
     def _experiences(self, worker: Mapping[str, Any]) -> dict[int, Experience]:
         """The buffer's experiences, from the log. Raises: CorruptError where the log is another one."""

@@ -25,7 +25,7 @@ from rl_core.storage.folders import publish_folder, put_bytes
 from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
 from rl_core.storage.single_files import make_folder, write_text_atomic
 
-__all__ = ["WeightSnapshots"]
+__all__ = ["WeightSnapshots", "weights_digest"]
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,11 @@ class WeightSnapshots:
             aside = set_aside(path, f".corrupt-{path.name}")
             logger.warning("snapshot %d is damaged and was set aside as %s: %s", version, aside.name, error)
             return None
+
+
+def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of weights, as a snapshot of them has it."""
+    return digest_bytes(safetensors.torch.save(_without_ties(weights)[0]))
 
 
 def _without_ties(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHECKOUT", "SERVICE", "config_names", "find_config", "shipped", "templates"]
+__all__ = ["CHECKOUT", "ONLINE", "SERVICE", "config_names", "find_config", "shipped", "templates"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parents[1]
-SERVICE = "service"  # the config of `posttrain service`; all others are pipelines
+SERVICE = "service"  # the config of `posttrain service`
+ONLINE = "online"  # the config of `posttrain online`; all others are pipelines
 CHECKOUT: Path | None = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "configs").is_dir() else None
 
 
@@ -27,7 +28,7 @@ def templates() -> Path:
 
 def config_names() -> list[str]:
     """Names of the shipped configs, as `posttrain run` takes them."""
-    return sorted(path.stem for path in shipped("configs").glob("*.yaml") if path.stem != SERVICE)
+    return sorted(path.stem for path in shipped("configs").glob("*.yaml") if path.stem not in (SERVICE, ONLINE))
 
 
 def find_config(path: Path | str) -> Path:

@@ -55,7 +55,7 @@ def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
         bench.also(*everything, fault=fault, code=-9)
     assert "promoted" in bench.also(*everything)
     left = listed(
-        "torchrun", "damage", "own server", "up", "deployment", "sweep"
+        "torchrun", "damage", "own server", "up", "deployment", "sweep", "online"
     )  # below, test_launch.py, test_sweep.py
     assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
 

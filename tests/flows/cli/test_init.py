@@ -80,7 +80,7 @@ def test_the_path_that_a_shipped_config_has_in_a_checkout_is_answered_with_its_n
 
 
 def test_every_config_of_the_checkout_ships():
-    assert sorted([*shipped.config_names(), shipped.SERVICE]) == sorted(
+    assert sorted([*shipped.config_names(), shipped.ONLINE, shipped.SERVICE]) == sorted(
         path.stem for path in (ROOT / "configs").glob("*.yaml")
     )
 

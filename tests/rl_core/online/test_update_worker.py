@@ -205,7 +205,7 @@ def test_a_label_that_no_component_can_use_spoils_no_other_experience(tmp_path):
 
 def test_an_alarm_stops_learning_and_goes_back_to_the_proven_snapshot(tmp_path):
     drift = OnlineDriftSettings(watched=("confidence",), reference=6, run_length=10.0, slack=0.0, reference_error=0.9)
-    chosen = settings({"first_update": 2, "snapshot_every": 1}, drift=drift)
+    chosen = settings({"first_update": 4, "update_every": 6, "snapshot_every": 1}, drift=drift)
     log = tmp_path / "log"
     with make_worker(tmp_path, log, chosen) as worker:
         agreed = [n for n in range(400) if answered(n).vote.confidence == 1.0][:12]
@@ -247,7 +247,7 @@ def test_refused_again_and_again_it_pauses(tmp_path, traffic):
 
 
 def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
-    update = {"snapshot_every": 1, "checkpoint_every": 10**6, "keep_snapshots": 1}
+    update = {"snapshot_every": 1, "checkpoint_every": 2, "keep_snapshots": 1}
     log, chosen = tmp_path / "log", settings(update, buffer=OnlineBufferSettings(capacity=4, max_caller_share=1.0))
     with make_worker(tmp_path, log, chosen) as worker:
         write_traffic(log, range(6), feedback=10**9)
@@ -255,27 +255,29 @@ def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
         write_traffic(log, [6], version=2, feedback=10**9)
         write_traffic(log, range(7, 9), version=2, feedback=10**9)
         worker.run_to_end()
-        assert {0, 2, 3} == set(worker.learner.snapshots.versions())
-        write_traffic(log, range(9, 15), version=worker.updates, feedback=10**9)
+        assert {0, 2} <= set(worker.learner.snapshots.versions())
+        write_traffic(log, range(9, 19), version=worker.updates, feedback=10**9)
         worker.run_to_end()
-        worker.save()  # the checkpoint before it may still be gone back to
-        assert 2 not in worker.learner.snapshots.versions() and 2 not in worker.buffer.referenced_versions()
+        versions = set(worker.learner.snapshots.versions())
+        assert worker.buffer.referenced_versions() <= versions and not {1, 4, 5, 7} & versions
 
 
 def test_segments_of_evicted_experiences_go_where_they_are_not_kept(tmp_path):
     buffer = OnlineBufferSettings(capacity=4, segment_bytes=4096, keep_segments=False)
     log = tmp_path / "log"
-    with make_worker(tmp_path, log, settings(buffer=buffer)) as worker:
+    with make_worker(tmp_path, log, settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)) as worker:
         for start in range(0, 20, 4):
             write_traffic(log, range(start, start + 4))
             worker.run_to_end()
         left = segments(log)
         assert 1 < left[0][0] <= worker.buffer.first_number()
         expected = outcome(worker)
-    with make_worker(tmp_path, log, settings(buffer=buffer)) as again:
+    with make_worker(tmp_path, log, settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)) as again:
         assert outcome(again)[:3] == expected[:3]
     with pytest.raises(DataError, match="begins with record"):
-        make_worker(tmp_path / "new", log, settings(buffer=buffer)).__enter__()
+        make_worker(
+            tmp_path / "new", log, settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)
+        ).__enter__()
 
 
 def test_audit_and_contributions_say_what_was_done(traffic, tmp_path):

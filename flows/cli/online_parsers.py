@@ -1,0 +1,43 @@
+"""Parser of `posttrain online`. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from flows.cli.arguments import add_command
+
+__all__ = ["PARSERS"]
+
+_CONFIG = "the YAML file of online learning, or the name of a shipped one (default: online)"
+
+
+def _add_online(commands: Any) -> None:
+    examples = [
+        "online worker my_online.yaml    (until Ctrl-C)",
+        "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
+        "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
+    ]
+    about = "learn from recorded traffic under guardrails: worker (beside a server), replay (of a recorded buffer)"
+    parser = add_command(commands, "online", about, examples)
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
+    worker = parts.add_parser("worker", help="learn from what a server writes into the buffer, until Ctrl-C")
+    replay = parts.add_parser("replay", help="learn from a recorded buffer alone, with the live worker's numbers")
+    for one in (worker, replay):
+        one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
+        _add_overrides(one)
+    replay.add_argument(
+        "--buffer", metavar="DIR", required=True, help="folder of the recorded buffer, or the service's folder"
+    )
+    replay.add_argument("--output", metavar="DIR", required=True, help="folder of the replay; a stopped one goes on")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", "-s", metavar="KEY=VALUE", action="append", default=[],
+        help="override a setting, as in model.path=models/demo; may be repeated",
+    )  # fmt: skip
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"online": _add_online}
