@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli import arguments_to_settings as loading
-from rl_core.errors import PosttrainError
+from rl_core.errors import PosttrainError, SettingsError
 
 if TYPE_CHECKING:
     pass
@@ -25,8 +25,22 @@ def up(arguments: argparse.Namespace) -> int:
 
     names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.serve is not None:
+        given |= _to_serve(arguments)
     start(Path(arguments.output), given, detach=arguments.detach)
     return 0
+
+
+def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:
+    """Options of `up` for the pipeline that is served. Raises: ConfigError; SettingsError without `serving:`."""
+    from tasks.config import load
+    from tasks.shipped import find_config
+
+    settings = load(arguments.serve, import_code=False)
+    if settings.serving is None:
+        raise SettingsError(f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)")
+    port = arguments.serve_port or settings.serving.port
+    return {"serve": str(find_config(arguments.serve).resolve()), "serve_port": port}
 
 
 def down(arguments: argparse.Namespace) -> int:

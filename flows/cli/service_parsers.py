@@ -16,6 +16,7 @@ def _add_up(commands: Any) -> None:
         "up --detach    (in the background; posttrain down ends it)",
         "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
         "up --detach --database postgresql://me@localhost/team",
+        "up --serve mine.yaml    (its champion is served, and the next one as soon as it is promoted)",
     ]
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = add_command(commands, "up", about, examples)
@@ -37,6 +38,10 @@ def _add_up(commands: Any) -> None:
         help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
         "(default: those that come with posttrain)",
     )
+    parser.add_argument(
+        "--serve", metavar="CONFIG", help="serve the champion of this pipeline too, as its `serving:` says"
+    )
+    parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(
         "--gpu-slots", type=positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
     )

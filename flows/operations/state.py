@@ -71,6 +71,8 @@ class Options:
     runs: int | None = None  # concurrent flow runs on this machine; None = no limit
     gpu_slots: int | None = None  # None: number of GPUs, at least 1
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
+    serve: str | None = None  # config of the pipeline whose champion is served
+    serve_port: int = 8321
 
 
 @dataclass(slots=True)
