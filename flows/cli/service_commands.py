@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli import arguments_to_settings as loading
-from rl_core.errors import PosttrainError
+from rl_core.errors import PosttrainError, SettingsError
 
 if TYPE_CHECKING:
     pass
@@ -26,6 +26,8 @@ def up(arguments: argparse.Namespace) -> int:
 
     names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments", "service")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.serve is not None:
+        given |= _to_serve(arguments)
     if arguments.service is None:
         start(Path(arguments.output), given, detach=arguments.detach)
         return 0
@@ -39,6 +41,18 @@ def up(arguments: argparse.Namespace) -> int:
     given["service"] = str(Path(place).resolve())
     start(Path(arguments.output), given, detach=arguments.detach, also=partial(beside_pipelines, settings))
     return 0
+
+
+def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:
+    """Options of `up` for the pipeline that is served. Raises: ConfigError; SettingsError without `serving:`."""
+    from tasks.config import load
+    from tasks.shipped import find_config
+
+    settings = load(arguments.serve, import_code=False)
+    if settings.serving is None:
+        raise SettingsError(f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)")
+    port = arguments.serve_port or settings.serving.port
+    return {"serve": str(find_config(arguments.serve).resolve()), "serve_port": port}
 
 
 def _names_folder(config: Path) -> bool:

@@ -17,6 +17,7 @@ def _add_up(commands: Any) -> None:
         "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
         "up --detach --database postgresql://me@localhost/team",
         "up --service my_service.yaml    (a training service, too)",
+        "up --serve mine.yaml    (its champion is served, and the next one as soon as it is promoted)",
     ]
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = add_command(commands, "up", about, examples)
@@ -43,6 +44,10 @@ def _add_up(commands: Any) -> None:
         help="keep up a training service as well: its YAML file, or the name of a shipped one; its folder is service/ "
         "in the output folder, unless the file names one",
     )  # fmt: skip
+    parser.add_argument(
+        "--serve", metavar="CONFIG", help="serve the champion of this pipeline too, as its `serving:` says"
+    )
+    parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(
         "--gpu-slots", type=positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
     )

@@ -146,7 +146,8 @@ def services(output: Path, options: Options, databases: Databases, mlflow_elsewh
         mlflow_elsewhere: address of an external MLflow server; then none is started.
     """
     found = [] if mlflow_elsewhere else [_mlflow(output, options, databases)]
-    return [*found, _prefect(output, options, databases), _worker(output, options, mlflow_elsewhere)]
+    found += [_prefect(output, options, databases), _worker(output, options, mlflow_elsewhere)]
+    return [*found, _serve(output, options, mlflow_elsewhere)] if options.serve is not None else found
 
 
 def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec:
@@ -216,3 +217,19 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpe
         # first: they save and stop, and the worker reports that they crashed.
         lead=40.0,
     )
+
+
+def _serve(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpec:
+    """`posttrain serve`, which waits for a champion where there is none yet."""
+    assert options.serve is not None
+    url, port = f"http://{HOST}:{options.serve_port}", options.serve_port
+    command = (
+        sys.executable, "-m", "flows.cli.main", "serve", options.serve, "--wait", "--output", str(output), "--port",
+        str(port),
+    )  # fmt: skip
+    environment = client_environment(output, "serve", options, mlflow_elsewhere or mlflow_url(options))
+    needs = "" if mlflow_elsewhere else "mlflow"
+    return ServiceSpec(
+        "serve", command, environment, ROOT, f"{url}/v1", lambda: _answers(f"{url}/healthz"), "--serve-port", port,
+        needs=needs,
+    )  # fmt: skip

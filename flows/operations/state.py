@@ -72,6 +72,8 @@ class Options:
     gpu_slots: int | None = None  # None: number of GPUs, at least 1
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
     service: str | None = None  # YAML file of a training service that is kept up, too
+    serve: str | None = None  # config of the pipeline whose champion is served
+    serve_port: int = 8321
 
 
 @dataclass(slots=True)

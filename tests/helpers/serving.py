@@ -27,10 +27,10 @@ TOKEN = "a token of tests"
 TEXTS = ["User:\ncolour at row 2 column 3?\n\nAssistant:\nzoom 2 3\n", "answer red 5 grüße 你好 😀 naïve\n"] * 30
 
 
-def make_folder_of_model(folder: Path, seed: int = 0, **settings: Any) -> Path:
+def make_folder_of_model(folder: Path, seed: int = 0, texts: list[str] = TEXTS, **settings: Any) -> Path:
     """A model folder: byte-level tokenizer, random weights that are sharp enough for answers to differ."""
     made = ModelSettings(**{"preset": "nano", "vocab_size": 400, "context": 256, "device": "cpu", **settings})
-    policy = create_policy(TEXTS, made, seed=seed)
+    policy = create_policy(texts, made, seed=seed)
     for parameter in policy.model.parameters():
         parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
     return policy.save(folder)

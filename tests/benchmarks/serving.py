@@ -1,0 +1,251 @@
+"""Load of `posttrain serve`: answers and tokens a second beside the offline engine, latencies, overload, peers.
+
+    python tests/benchmarks/serving.py --output DIR [--preset small] [--tokens 128] [--peer]
+
+Every client is a coroutine of one process that asks again as soon as it has an answer; with the package openai its
+AsyncOpenAI, else httpx. Servers run as processes of their own, so clients and server share the machine's processors.
+The offline engine plays as many sequences at once as there are clients, in a process with the server's threads. Peer:
+`transformers serve` on the same folder (needs the packages that it asks for).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTION = "colour at row {} column {}?"
+TEXTS = ["User:\ncolour at row 2 column 3?\n\nAssistant:\nzoom 2 3\n", "answer red\n"] * 50
+
+
+def make_model(folder: Path, preset: str) -> Path:
+    """A model of a preset's shape with random weights; most of its answers end at the limit of tokens."""
+    from rl_core import create_policy
+    from rl_core.settings import ModelSettings
+
+    if not (folder / "config.json").is_file():
+        policy = create_policy(TEXTS, ModelSettings(preset=preset, context=1024, device="cpu"))
+        policy.save(folder)
+    return folder
+
+
+def offline(folder: Path, clients: int, tokens: int, threads: int) -> float:
+    """Sampled tokens a second of the offline engine, the best of three."""
+    code = f"""
+import time, torch
+torch.set_num_threads({threads})
+from rl_core import load_policy
+from rl_core.inference.served_requests import AnswerSequence
+from rl_core.settings import ModelSettings, SamplingSettings
+policy = load_policy({str(folder)!r}, ModelSettings(device="cpu"))
+backend, best = policy.backend(), 0.0
+for attempt in range(4):
+    rows = [
+        AnswerSequence(
+            policy.renderer.prompt_ids([{{"role": "user", "content": {QUESTION!r}.format(n, attempt)}}]),
+            n + 1000 * attempt,
+        )
+        for n in range({clients} * 4)
+    ]
+    began = time.perf_counter()
+    backend.run(rows, SamplingSettings(max_completion_tokens={tokens}, slots={clients}))
+    seconds = time.perf_counter() - began
+    if attempt:
+        best = max(best, sum(len(row.tokens) for row in rows) / seconds)
+print(best)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(threads), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return float(done.stdout.split()[-1])
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Variables of measured processes."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+
+
+@contextlib.contextmanager
+def process(command: list[str], threads: int, log: Path, ready: str, headers: dict[str, str]) -> Iterator[int]:
+    """A server until the block ends; its process id."""
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, env=environment(threads), stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(ready, headers=headers, timeout=5).status_code == 200:
+                    break
+            if child.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"no server at {ready}: {log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.2)
+        yield child.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+@contextlib.contextmanager
+def served(folder: Path, output: Path, port: int, threads: int, **settings: Any) -> Iterator[tuple[str, str]]:
+    """(base URL, token) of `posttrain serve`."""
+    overrides = [part for name, value in settings.items() for part in ("--set", f"serving.{name}={value}")]
+    command = [sys.executable, "-m", "flows.cli.main", "serve", str(folder), "--port", str(port), "--name", "measured",
+               "--output", str(output), "--set", f"serving.threads={threads}", "--set", "model.device=cpu",
+               *overrides]  # fmt: skip
+    with process(command, threads, output / f"serve-{port}.log", f"http://127.0.0.1:{port}/readyz", {}):
+        yield f"http://127.0.0.1:{port}/v1", (output / "serving" / "token").read_text().strip()
+
+
+class Clients:
+    """So many clients of one server, each asking again as soon as it has an answer."""
+
+    def __init__(self, url: str, key: str, model: str, tokens: int, *, official: bool) -> None:
+        self.url, self.key, self.model, self.tokens, self.official = url, key, model, tokens, official
+        self.seconds: list[float] = []
+        self.sampled = 0
+        self.statuses: Counter[int] = Counter()
+
+    async def run(self, clients: int, seconds: float) -> None:
+        """Ask for so long; answers that began within it count when they end within it."""
+        self.end = time.perf_counter() + seconds
+        limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+        async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+            ask = self._official(client) if self.official else self._plain(client)
+            await asyncio.gather(*(self._loop(ask, number) for number in range(clients)))
+
+    async def _loop(self, ask: Any, number: int) -> None:
+        turn = 0
+        while time.perf_counter() < self.end:
+            turn += 1
+            began = time.perf_counter()
+            status, tokens = await ask(QUESTION.format(number, turn))
+            now = time.perf_counter()
+            if now <= self.end:
+                self.statuses[status] += 1
+                if status == 200:
+                    self.sampled += tokens
+                    self.seconds.append(now - began)
+            if status != 200:
+                await asyncio.sleep(0.05)
+
+    def _plain(self, client: httpx.AsyncClient) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"}
+
+        async def ask(text: str) -> tuple[int, int]:
+            body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.tokens,
+                    "temperature": 1.0}  # fmt: skip
+            found = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
+            return found.status_code, found.json()["usage"]["completion_tokens"] if found.status_code == 200 else 0
+
+        return ask
+
+    def _official(self, client: httpx.AsyncClient) -> Any:
+        import openai
+
+        official = openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=client, max_retries=0)
+
+        async def ask(text: str) -> tuple[int, int]:
+            try:
+                found = await official.chat.completions.create(
+                    model=self.model, messages=[{"role": "user", "content": text}], max_tokens=self.tokens,
+                    temperature=1.0,
+                )  # fmt: skip
+            except openai.APIStatusError as error:
+                return error.status_code, 0
+            assert found.usage is not None
+            return 200, found.usage.completion_tokens
+
+        return ask
+
+
+def measured(
+    url: str, key: str, model: str, clients: int, tokens: int, seconds: float, official: bool
+) -> dict[str, Any]:
+    """Answers and tokens a second, and quantiles of the latency."""
+    asyncio.run(Clients(url, key, model, tokens, official=official).run(clients, 3.0))  # warm
+    load = Clients(url, key, model, tokens, official=official)
+    asyncio.run(load.run(clients, seconds))
+    times = sorted(load.seconds)
+    return {
+        "clients": clients, "answers_per_second": len(times) / seconds, "tokens_per_second": load.sampled / seconds,
+        "p50": times[len(times) // 2] if times else None, "p99": times[int(0.99 * (len(times) - 1))] if times else None,
+        "statuses": dict(load.statuses),
+    }  # fmt: skip
+
+
+def peer(
+    folder: Path, output: Path, port: int, threads: int, counts: list[int], arguments: Any
+) -> list[dict[str, Any]]:
+    """The same load on `transformers serve`."""
+    command = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder), "--host", "127.0.0.1", "--port",
+               str(port), "--device", "cpu", "--dtype", "float32", *arguments.peer_option]  # fmt: skip
+    with process(command, threads, output / "transformers.log", f"http://127.0.0.1:{port}/v1/models", {}):
+        return [
+            measured(f"http://127.0.0.1:{port}/v1", "none", str(folder), count, arguments.tokens, arguments.seconds,
+                     arguments.official)
+            for count in counts
+        ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, and write serving.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--model", type=Path, help="a model folder, in place of a preset")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--port", type=int, default=8655)
+    parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--peer", action="store_true", help="transformers serve as well")
+    parser.add_argument("--peer-option", action="append", default=[], help="of transformers serve")
+    arguments = parser.parse_args()
+    arguments.official = False
+    with contextlib.suppress(ImportError):
+        import openai  # noqa: F401
+
+        arguments.official = True
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    folder = arguments.model or make_model(arguments.output / f"model-{arguments.preset}", arguments.preset)
+    found: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                             "threads": arguments.threads, "tokens": arguments.tokens, "load": os.getloadavg(),
+                             "client": "openai" if arguments.official else "httpx"}  # fmt: skip
+    threads, output = arguments.threads, arguments.output
+    found["offline"] = {count: offline(folder, count, arguments.tokens, threads) for count in arguments.clients}
+    with served(folder, output, arguments.port, threads) as (url, key):
+        found["serve"] = [
+            measured(url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official)
+            for count in arguments.clients
+        ]
+    with served(folder, output, arguments.port + 1, threads, slots=4, max_waiting=8) as (url, key):
+        found["overload"] = measured(url, key, "measured", 64, arguments.tokens, arguments.seconds, arguments.official)
+    if arguments.peer:
+        found["peer"] = peer(folder, output, arguments.port + 2, threads, arguments.clients, arguments)
+    found["load_after"] = os.getloadavg()
+    (output / "serving.json").write_text(json.dumps(found, indent=2))
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
