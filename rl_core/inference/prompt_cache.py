@@ -28,7 +28,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(sequence: RolloutSequence) -> Prompt:
-    """What a sequence begins with."""
+    """Prompt of a sequence, with its adapter."""
     return Prompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
 
 

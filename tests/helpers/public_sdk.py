@@ -66,7 +66,7 @@ def serving(folder, bases):
 
 
 def _wait_for(url):
-    for _ in range(600):
+    for _ in range(3000):  # five minutes: other programs may keep the machine busy
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return

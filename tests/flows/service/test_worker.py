@@ -279,3 +279,25 @@ def test_unused_samplers_go_with_their_weights(store, worker, tmp_path):
     assert worker._samplers.remove_unused(3600.0, store.sampler("fresh").touched) == [] and folder.is_dir()
     assert worker._samplers.remove_unused(3600.0, store.sampler("fresh").touched + 3601) == ["fresh"]
     assert not folder.exists() and store.sampler("fresh") is None and store.sampler("p") is not None
+
+
+def test_updates_of_several_runs_are_one_round_and_a_fault_of_one_is_its_own(store, worker, monkeypatch):
+    """One call of the engine and one transaction; the run with an endless gradient has it forgotten."""
+    runs = ("r", "s", "t")
+    ask(store, worker, *(create(run, seed=index) for index, run in enumerate(runs)))
+    ask(store, worker, *(loss(run, 1, random_data(index)) for index, run in enumerate(runs)))
+    before = {run: weights(worker, run)["model"] for run in runs}
+    gradient = worker._computing._engine._run("s").gradient
+    next(iter(gradient.values())).fill_(float("inf"))
+    transactions = []
+    finish = store.finish
+    monkeypatch.setattr(store, "finish", lambda outcomes: (transactions.append(len(outcomes)), finish(outcomes))[1])
+    done = ask(store, worker, *(update(run, 2) for run in runs))
+    assert transactions == [3] and [one.state for one in done] == ["done", "failed", "done"]
+    assert done[1].category == "user" and "not finite" in done[1].error
+    assert [weights(worker, run)["model"] == before[run] for run in runs] == [False, True, False]
+    assert [store.run(run).steps for run in runs] == [1, 0, 1] and [store.run(run).next_seq for run in runs] == [
+        3,
+        3,
+        3,
+    ]

@@ -1,10 +1,12 @@
 """Products by tiles and by vectors: as exact as float32, for any shape; a row depends on its own numbers alone."""
 
+import threading
+
 import pytest
 import torch
 from helpers.tile_code import tile_code
 
-from rl_core.cpu import gemm
+from rl_core.cpu import gemm, kernels
 
 SHAPES = [
     (1, 1, 1),
@@ -117,3 +119,35 @@ def test_threads_of_python_do_not_meet(products, numbers, in_threads):
 
     in_threads(work, 4)
     assert wrong == []
+
+
+def test_products_row_by_row_are_ours_on_every_processor_for_the_thread_that_asks(monkeypatch):
+    if gemm.load_vectors() is None:
+        pytest.skip("needs a C compiler and vectors of 8 numbers")
+    monkeypatch.setattr(gemm, "load_tiles", lambda: None)
+    monkeypatch.setattr(gemm.build, "is_intel", lambda: True)
+    seen = []
+    assert gemm.load() is None
+    with gemm.row_by_row():
+        assert gemm.load() is gemm.load_vectors()
+        thread = threading.Thread(target=lambda: seen.append(gemm.load()))
+        thread.start()
+        thread.join()
+    assert gemm.load() is None and seen == [None]
+
+
+def test_backward_passes_within_row_by_row_use_its_products(monkeypatch):
+    """Gradients of a row, too, are the same bits alone and among others, on an Intel processor."""
+    if gemm.load_vectors() is None:
+        pytest.skip("needs a C compiler and vectors of 8 numbers")
+    monkeypatch.setattr(gemm, "load_tiles", lambda: None)
+    monkeypatch.setattr(gemm.build, "is_intel", lambda: True)
+    layer = torch.nn.Linear(80, 48, bias=False)
+    x_NI = torch.randn(301, 80, generator=torch.Generator().manual_seed(1))
+    found = []
+    for rows in (1, 301):
+        part_NI = x_NI[:rows].clone().requires_grad_(True)
+        with gemm.row_by_row():
+            kernels.linears(part_NI, [layer.requires_grad_(False)]).square().sum().backward()
+        found.append(part_NI.grad[0])
+    assert torch.equal(*found)

@@ -1,7 +1,9 @@
 """Reference models: log-probabilities and scores, few bits, shared passes, a process of their own."""
 
+import json
 import math
 import os
+import shutil
 import signal
 import threading
 
@@ -58,6 +60,20 @@ def test_logprobs_of_ragged_rows(folder, temperature):
     assert [len(row) for row in found] == [4, 0, 1, 7]
     for row, values in zip(ROWS, found, strict=True):
         assert values == pytest.approx(by_hand(folder, row, temperature), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dropout_is_off_in_any_precision(folder, tmp_path, dtype):
+    """A model whose configuration has dropout, in a folder with spaces and letters of other alphabets."""
+    place = shutil.copytree(folder, tmp_path / "mein Modell \u00e4\u4e2d")
+    (place / "manifest.json").unlink()  # of the files as they were saved
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    references = ReferencePool(FULL, ModelSettings(dtype=dtype))
+    for _ in range(2):
+        found = references.logprobs(place, ROWS, 0.8)
+        for row, values in zip(ROWS, found, strict=True):
+            assert values == pytest.approx(by_hand(folder, row, 0.8), abs=1e-5 if dtype == "float32" else 0.2)
 
 
 def test_a_row_is_the_same_in_small_passes(folder):

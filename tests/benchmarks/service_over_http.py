@@ -1,0 +1,173 @@
+"""A training service as two processes, and clients of it over HTTP, for `service_throughput.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from helpers.service_clients import loss
+
+from flows.operations.ports import is_free
+from flows.service.configuration import service_settings
+from flows.service.store import ServiceStore
+from rl_core.service.requests import Datum
+from rl_core.storage.single_files import write_json_atomic
+from tasks.config import resolve
+
+__all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "served"]
+
+ROOT = Path(__file__).parents[2]
+RANKS = (4, 8, 16, 32)
+SIZES = {"small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
+
+
+def data(seed: int, size: str) -> tuple[Datum, ...]:
+    """Sequences of random tokens."""
+    rows, tokens = SIZES[size]
+    found = np.random.default_rng(seed).integers(2, 512, (rows, tokens + 1))
+    return tuple(Datum(row[:-1], {"target_tokens": row[1:]}) for row in found)
+
+
+@contextlib.contextmanager
+def served(folder: Path, base: Path, threads: int, batch_runs: str) -> Iterator[tuple[str, str, list[int]]]:
+    """Address, key and process numbers of a service of two processes."""
+    port = next(number for number in range(8500, 8600) if is_free(number))
+    engine = {"bases": {"base": str(base)}, "device": "cpu", "batch_runs": batch_runs}
+    settings = service_settings({"folder": str(folder), "server": {"port": port}, "engine": engine})
+    store = ServiceStore(settings.store_url)
+    _, key = store.create_key("bench")
+    store.close()
+    write_json_atomic(folder / "settings.json", resolve(settings))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    processes = []
+    for role in ("server", "worker"):
+        command = [sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json")]
+        with open(folder / f"{role}.log", "wb") as log:
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=5).close()
+                break
+            time.sleep(0.1)
+        yield address, key, [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+
+
+class Client:
+    """A client of the service; every exchange takes `latency` seconds more."""
+
+    def __init__(self, address: str, key: str, latency: float = 0.0) -> None:
+        limits = httpx.Limits(max_connections=4)
+        self._http = httpx.AsyncClient(
+            base_url=f"{address}/api/v1/", headers={"X-API-Key": key}, timeout=60, limits=limits
+        )
+        self.latency = latency
+        self.model_id, self._seq, self.session = "", 0, ""
+
+    async def send(self, path: str, **body: Any) -> httpx.Response:
+        """An exchange; asked again while there is no result."""
+        while True:
+            await asyncio.sleep(self.latency / 2)
+            found = await self._http.post(path, **body)
+            await asyncio.sleep(self.latency / 2)
+            if found.status_code != 408:
+                assert found.status_code == 200, found.text
+                return found
+
+    async def open(self, rank: int) -> None:
+        """A session and a run."""
+        self.session = (await self.send("create_session", json={})).json()["session_id"]
+        lora = {"rank": rank, "seed": rank}
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        made = (await self.send("create_model", json=body)).json()
+        self.model_id = made["model_id"]
+        await self.result(made)
+
+    async def result(self, promise: dict[str, Any]) -> httpx.Response:
+        """The result of a request."""
+        return await self.send("retrieve_future", json={"request_id": promise["request_id"]})
+
+    async def pass_(self, given: Sequence[Datum]) -> dict[str, Any]:
+        """A promise of a forward and backward pass."""
+        self._seq += 1
+        payload = loss(self.model_id, self._seq, given).payload
+        headers = {"content-type": "application/x-protobuf"}
+        promise: dict[str, Any] = (await self.send("forward_backward", content=payload, headers=headers)).json()
+        return promise
+
+    async def update(self) -> dict[str, Any]:
+        """A promise of an update."""
+        self._seq += 1
+        body = {"model_id": self.model_id, "seq_id": self._seq, "adam_params": {"learning_rate": 1e-4}}
+        promise: dict[str, Any] = (await self.send("optim_step", json=body)).json()
+        return promise
+
+    async def train(self, steps: int, size: str, ahead: int) -> None:
+        """Updates. ahead: 0 = every result before the next request; k = up to k updates in flight behind the newest."""
+        flying: list[asyncio.Task[httpx.Response]] = []
+        for step in range(steps):
+            one = asyncio.create_task(self.result(await self.pass_(data(step, size))))
+            if not ahead:
+                await one
+            other = asyncio.create_task(self.result(await self.update()))
+            flying += [one, other]
+            while len(flying) > 2 * max(0, ahead - 1):
+                await flying.pop(0)
+        await asyncio.gather(*flying)
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._http.aclose()
+
+
+class PeerClient(Client):
+    """The same of a server that takes passes as JSON, as clients before 0.25 sent them (SkyRL's)."""
+
+    async def open(self, rank: int) -> None:
+        """As `Client.open`; the server chooses the run's name."""
+        self.session = (await self.send("create_session", json={"tags": [], "sdk_version": "0"})).json()["session_id"]
+        body = {"session_id": self.session, "base_model": "base", "lora_config": {"rank": rank, "seed": rank}}
+        made = (await self.send("create_model", json=body)).json()
+        self.model_id = made["model_id"]
+        await self.result(made)
+
+    async def pass_(self, given: Sequence[Datum]) -> dict[str, Any]:
+        """As `Client.pass_`."""
+        rows = [
+            {
+                "model_input": {"chunks": [{"type": "encoded_text", "tokens": datum.tokens.tolist()}]},
+                "loss_fn_inputs": {"target_tokens": {"data": datum.inputs["target_tokens"].tolist(), "dtype": "int64"}},
+            }
+            for datum in given
+        ]
+        body = {"model_id": self.model_id, "forward_backward_input": {"data": rows, "loss_fn": "cross_entropy"}}
+        promise: dict[str, Any] = (await self.send("forward_backward", json=body)).json()
+        return promise
+
+
+@contextlib.asynccontextmanager
+async def clients(address: str, key: str, count: int, kind: type[Client] = Client) -> AsyncIterator[list[Client]]:
+    """Clients with a run each."""
+    found = [kind(address, key) for _ in range(count)]
+    for number, client in enumerate(found):
+        await client.open(RANKS[number % len(RANKS)])
+    yield found
+    for client in found:
+        await client.close()

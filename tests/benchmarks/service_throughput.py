@@ -1,0 +1,264 @@
+"""Throughput of the training service: several runs at once, requests in flight, and the overhead of a future.
+
+engine       updates/s of 1, 4 and 16 runs (ranks 4 to 32), one after the other and together, in one process
+service      the same through server and worker as processes, a client each, over HTTP
+pipelining   updates/s of one run with the next update in flight and one request at a time, with latency added to every
+             exchange
+futures      overhead of a future at 64 clients: from asking to the answer in hand, without the time of computing
+
+    PYTHONPATH=.:tests python tests/benchmarks/service_throughput.py --output outputs/service-throughput
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from helpers.service import make_base
+from service_over_http import RANKS, SIZES, Client, PeerClient, clients, data, served
+
+from flows.service.store import ServiceStore
+from rl_core.service.requests import AdapterConfig, CreateModel, ForwardBackward, OptimStep
+from rl_core.service.training_engine import TrainingEngine
+from rl_core.settings import ServiceEngineSettings
+
+SHAPE = dict(  # 3.2M
+    vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    intermediate_size=688, max_position_embeddings=256, initializer_range=0.02,
+)  # fmt: skip
+RUNS = (1, 4, 16)
+LATENCIES = (0, 20, 50, 100)  # ms
+CLIENTS, PAUSE = 64, 0.5
+
+
+class Times:
+    """Seconds by the clock and of processors, one after the other and at once, in turn."""
+
+    def __init__(self, others: Sequence[int] = ()) -> None:
+        """others: processes whose processor time counts beside this one's."""
+        self._processes = [psutil.Process(), *map(psutil.Process, others)]
+        self._found: list[tuple[tuple[float, float], tuple[float, float]]] = []
+
+    def mark(self) -> tuple[float, float]:
+        """Seconds until now."""
+        used = [process.cpu_times() for process in self._processes]
+        return time.perf_counter(), sum(one.user + one.system for one in used)
+
+    def add(self, begun: tuple[float, float], middle: tuple[float, float]) -> None:
+        """A measurement that ends now: one after the other until `middle`, then at once."""
+        end = self.mark()
+        self._found.append(((middle[0] - begun[0], end[0] - middle[0]), (middle[1] - begun[1], end[1] - middle[1])))
+
+    def row(self, updates: int) -> dict[str, Any]:
+        """Updates a second and ratios."""
+        clock, processors = ([found[kind] for found in self._found] for kind in (0, 1))
+        found: dict[str, Any] = {}
+        for name, pairs in (("clock", clock), ("processors", processors)):
+            found[name] = {
+                "alone_per_second": round(updates / median(pair[0] for pair in pairs), 1),
+                "at_once_per_second": round(updates / median(pair[1] for pair in pairs), 1),
+                "ratio": round(median(pair[0] / pair[1] for pair in pairs), 2),
+                "ratios": [round(pair[0] / pair[1], 2) for pair in pairs],
+            }
+        return found | {"load": round(os.getloadavg()[0], 1)}
+
+
+# ------------------------------------------------------------------------------------------------------------- engine
+
+
+def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterator[dict[str, Any]]:
+    """Updates/s of the engine alone."""
+    alone = TrainingEngine(ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs="never"))
+    joint = TrainingEngine(ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs=batch_runs))
+    for engine in (alone, joint):
+        for number in range(max(RUNS)):
+            adapter = AdapterConfig(rank=RANKS[number % len(RANKS)], seed=number)
+            engine.create_model(CreateModel(model_id=str(number), base="base", adapter=adapter))
+    for size in SIZES:
+        for count in RUNS:
+            passes = [
+                ForwardBackward(model_id=str(n), data=data(n, size), loss_fn="cross_entropy") for n in range(count)
+            ]
+            updates = [OptimStep(model_id=str(n)) for n in range(count)]
+            times = Times()
+            for repeat in range(repeats + 1):
+                marks = [times.mark()]
+                for one, update in zip(passes, updates, strict=True):
+                    for _ in range(steps):
+                        alone.forward_backward([one])
+                        alone.optim_steps([update])
+                marks.append(times.mark())
+                for _ in range(steps):
+                    joint.forward_backward(passes)
+                    joint.optim_steps(updates)
+                if repeat:  # the first warms up
+                    times.add(*marks)
+            yield {
+                "part": "engine", "size": size, "runs": count, **times.row(count * steps),
+                "joint": joint.base_info("base").batches_runs,
+            }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ service
+
+
+async def service_rows(
+    address: str, key: str, others: Sequence[int], steps: int, repeats: int, kind: type[Client] = Client
+) -> AsyncIterator[dict[str, Any]]:
+    """Updates/s of several clients, each with a pass and an update in flight."""
+    async with clients(address, key, max(RUNS), kind) as found:
+        for size in SIZES:
+            await asyncio.gather(*(client.train(2, size, 1) for client in found))
+            for count in RUNS:
+                times = Times(others)
+                for _ in range(repeats):
+                    begun = times.mark()
+                    for client in found[:count]:
+                        await client.train(steps, size, 1)
+                    middle = times.mark()
+                    await asyncio.gather(*(client.train(steps, size, 1) for client in found[:count]))
+                    times.add(begun, middle)
+                part = "service" if kind is Client else "peer"
+                yield {"part": part, "size": size, "runs": count, **times.row(count * steps)}
+
+
+async def pipelining_rows(address: str, key: str, steps: int, repeats: int) -> AsyncIterator[dict[str, Any]]:
+    """Updates/s of one client by latency."""
+    async with clients(address, key, 1) as (client,):
+        for size in SIZES:
+            for latency in LATENCIES:
+                client.latency = latency / 1000
+                times: dict[int, list[float]] = {0: [], 1: [], 2: []}
+                for _ in range(repeats):
+                    for ahead, some in times.items():
+                        begun = time.perf_counter()
+                        await client.train(steps, size, ahead)
+                        some.append(time.perf_counter() - begun)
+                rates = {ahead: steps / median(some) for ahead, some in times.items()}
+                yield {
+                    "part": "pipelining", "size": size, "latency_ms": latency,
+                    "one_at_a_time": round(rates[0], 2), "pass_and_update_in_flight": round(rates[1], 2),
+                    "next_in_flight": round(rates[2], 2), "gain": round(rates[2] / rates[0] - 1, 3),
+                    "load": os.getloadavg()[0],
+                }  # fmt: skip
+
+
+async def futures_row(address: str, key: str, seconds: float) -> dict[str, Any]:
+    """Overhead of samples of one token, asked for by many clients of one sampler."""
+    async with clients(address, key, 1) as (first,):
+        body = {"session_id": first.session, "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler = (await first.send("create_sampling_session", json=body)).json()["sampling_session_id"]
+        askers = [Client(address, key) for _ in range(CLIENTS)]
+        whole: list[float] = []
+        ids: list[tuple[str, float]] = []
+
+        async def ask(number: int, client: Client) -> None:
+            await asyncio.sleep(PAUSE * number / CLIENTS)
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+            for turn in range(int(seconds / PAUSE)):
+                body = {
+                    "sampling_session_id": sampler, "seq_id": 1 + number * 10_000 + turn, "prompt": prompt,
+                    "sampling_params": {"max_tokens": 1},
+                }  # fmt: skip
+                begun = time.perf_counter()
+                promise = (await client.send("asample", json=body)).json()
+                await client.result(promise)
+                took = time.perf_counter() - begun
+                if turn:  # the first opens connections
+                    whole.append(took)
+                    ids.append((promise["request_id"], took))
+                await asyncio.sleep(max(0.0, PAUSE - took))
+
+        await asyncio.gather(*(ask(number, client) for number, client in enumerate(askers)))
+        for client in askers:
+            await client.close()
+    return {"part": "futures", "clients": CLIENTS, "every_seconds": PAUSE, "whole": whole, "ids": ids}
+
+
+def overheads(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with quantiles in place of single times; the time of computing is taken off each."""
+    store = ServiceStore(f"sqlite:///{folder}/service.db")
+    over, served_ms = [], []
+    for request_id, took in row.pop("ids"):
+        found = store.result(request_id)
+        assert found is not None and found.started is not None and found.finished is not None
+        served_ms.append(found.finished - found.started)
+        over.append(took - served_ms[-1])
+    store.close()
+    whole = row.pop("whole")
+    for name, values in (("whole", whole), ("computing", served_ms), ("overhead", over)):
+        ordered = sorted(values)
+        row |= {f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2) for share in (50, 99)}
+    return row | {"futures": len(whole), "load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    """Rows of the parts that are asked for, as lines of JSON and in a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="folder of the services and of service_throughput.json")
+    parser.add_argument("--parts", default="engine,service,pipelining,futures", help="comma-separated (default: all)")
+    parser.add_argument("--steps", type=int, default=20, help="updates of a run in one measurement (default: 20)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each row (default: 3)")
+    parser.add_argument(
+        "--sizes", default=",".join(SIZES), help=f"of requests, among {', '.join(SIZES)} (default: all)"
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="of futures (default: 15)")
+    parser.add_argument("--threads", type=int, default=2, help="of the worker (default: 2)")
+    parser.add_argument("--peer", metavar="URL", help="measure a server there instead, which serves DIR/base, by JSON")
+    parser.add_argument("--processes", default="", help="process numbers of that server, for its processor time")
+    parser.add_argument("--batch-runs", default="exact", choices=("exact", "always", "never"))
+    arguments = parser.parse_args()
+    for size in SIZES.keys() - set(arguments.sizes.split(",")):
+        del SIZES[size]
+    folder = Path(arguments.output).resolve()
+    base = make_base(folder / "base", **SHAPE)
+    parts, rows = [] if arguments.peer else arguments.parts.split(","), []
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    if "engine" in parts:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+        for row in engine_rows(base, arguments.steps, arguments.repeats, arguments.batch_runs):
+            note(row)
+
+    async def through_http(place: Path, address: str, key: str, processes: Sequence[int]) -> None:
+        if "service" in parts:
+            async for row in service_rows(address, key, processes, arguments.steps, arguments.repeats):
+                note(row)
+        if "pipelining" in parts:
+            async for row in pipelining_rows(address, key, arguments.steps, arguments.repeats):
+                note(row)
+        if "futures" in parts:
+            note(overheads(place, await futures_row(address, key, arguments.seconds)))
+
+    async def of_peer(address: str) -> None:
+        processes = [int(one) for one in arguments.processes.split(",") if one]
+        async for row in service_rows(address, "peer", processes, arguments.steps, arguments.repeats, PeerClient):
+            note(row)
+
+    if arguments.peer:
+        asyncio.run(of_peer(arguments.peer))
+    elif set(parts) - {"engine"}:
+        place = folder / f"service-{time.time_ns()}"
+        place.mkdir(parents=True)
+        with served(place, base, arguments.threads, arguments.batch_runs) as (address, key, processes):
+            asyncio.run(through_http(place, address, key, processes))
+    facts = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+    (folder / "service_throughput.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
