@@ -85,11 +85,16 @@ def _tiles(found: Any, settings: dict[str, Any], now: float) -> dict[str, Any]:
     return {"kind": "tiles", "id": "service", "items": items}
 
 
+def _span(seconds: float | None) -> str:
+    """A duration, in milliseconds below a second."""
+    return f"{1000 * seconds:.0f} ms" if seconds is not None and 0 <= seconds < 1 else duration(seconds)
+
+
 def _kinds(found: Any) -> dict[str, Any]:
     heads = ["kind", "#waiting", "#running", "#wait p50", "#p90", "#p99", "#service p50", "#p90", "#p99"]
     rows = [
         [kind.replace("_", " "), f"{stats.waiting}", f"{stats.running}",
-         *(duration(values.get(q)) for values in (stats.waited_seconds, stats.served_seconds)
+         *(_span(values.get(q)) for values in (stats.waited_seconds, stats.served_seconds)
            for q in ("0.5", "0.9", "0.99"))]
         for kind, stats in found.kinds.items()
     ]  # fmt: skip
@@ -128,5 +133,6 @@ def _errors(found: Any, now: float) -> dict[str, Any]:
         [f"{duration(now - one.finished)} ago", one.kind.replace("_", " "), one.category, one.target, one.error[:500]]
         for one in found.errors
     ]
-    heads = ["when", "kind", "fault of", "~run or sampler", "~error"]
-    return table("errors", "Newest errors", heads, rows, "" if rows else "No request has failed.")
+    if not rows:
+        return {"kind": "note", "id": "errors", "tone": "small", "lines": ["No request has failed."]}
+    return table("errors", "Newest errors", ["when", "kind", "fault of", "~run or sampler", "~error"], rows)
