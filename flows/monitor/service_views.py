@@ -79,8 +79,8 @@ def _tiles(found: Any, settings: dict[str, Any], now: float) -> dict[str, Any]:
         {"label": "oldest waits", "value": duration(now - found.oldest_waiting) if found.oldest_waiting else NONE,
          "sub": "nothing is computed: is the worker up?" if is_late else "since its acceptance"},
         {"label": "requests/s", "value": number(rate, 2), "sub": "finished, last minute"},
-        {"label": "errors", "value": f"{failed}", "sub": "failed or cancelled, last hour"},
-        {"label": "training runs", "value": f"{found.num_runs}", "sub": f"{live} of the newest are live"},
+        {"label": "errors", "value": f"{failed}", "sub": "in the last hour"},
+        {"label": "training runs", "value": f"{found.num_runs}", "sub": f"{live} live"},
     ]  # fmt: skip
     return {"kind": "tiles", "id": "service", "items": items}
 

@@ -25,7 +25,7 @@ from rl_core.api.data import preference_pairs
 from rl_core.api.recipes.preference import preference
 from rl_core.environments.pixel_grid_questions import COLOURS
 from rl_core.references.loading import ReferenceSource, load_model
-from rl_core.settings import ModelSettings, resolve_defaults
+from rl_core.settings import CurriculumStage, ModelSettings, resolve_defaults
 from rl_core.trainers.preference import reference_logprobs
 
 PRECISIONS = ("full", "int8", "int4")
@@ -76,10 +76,11 @@ def grpo(folder, precision, seed):
     settings = rl_core.PolicySettings(
         kl_coef=KL_COEF, reference_precision=precision, iterations=40, prompts_per_iteration=8, group_size=8,
         learning_rate=2e-4, warmup_steps=2, eval_every=0, patience=None,
+        curriculum=(CurriculumStage(name=LEVEL, levels={LEVEL: 1.0}),),
         sampling=rl_core.SamplingSettings(max_completion_tokens=64, max_turns=4),
     )  # fmt: skip
     environment = environments.make("pixel_grid")
-    training = rl_core.grpo(folder, environment=environment, levels=[LEVEL], settings=settings, seed=seed)
+    training = rl_core.grpo(folder, environment=environment, settings=settings, seed=seed)
     training.run()
     table = training.metrics()
     success, kl = list(table["train/success_rate"].dropna()), list(table["policy/ref_kl"].dropna())
