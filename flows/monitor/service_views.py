@@ -79,17 +79,22 @@ def _tiles(found: Any, settings: dict[str, Any], now: float) -> dict[str, Any]:
         {"label": "oldest waits", "value": duration(now - found.oldest_waiting) if found.oldest_waiting else NONE,
          "sub": "nothing is computed: is the worker up?" if is_late else "since its acceptance"},
         {"label": "requests/s", "value": number(rate, 2), "sub": "finished, last minute"},
-        {"label": "errors", "value": f"{failed}", "sub": "failed or cancelled, last hour"},
-        {"label": "training runs", "value": f"{found.num_runs}", "sub": f"{live} of the newest are live"},
+        {"label": "errors", "value": f"{failed}", "sub": "in the last hour"},
+        {"label": "training runs", "value": f"{found.num_runs}", "sub": f"{live} live"},
     ]  # fmt: skip
     return {"kind": "tiles", "id": "service", "items": items}
+
+
+def _span(seconds: float | None) -> str:
+    """A duration, in milliseconds below a second."""
+    return f"{1000 * seconds:.0f} ms" if seconds is not None and 0 <= seconds < 1 else duration(seconds)
 
 
 def _kinds(found: Any) -> dict[str, Any]:
     heads = ["kind", "#waiting", "#running", "#wait p50", "#p90", "#p99", "#service p50", "#p90", "#p99"]
     rows = [
         [kind.replace("_", " "), f"{stats.waiting}", f"{stats.running}",
-         *(duration(values.get(q)) for values in (stats.waited_seconds, stats.served_seconds)
+         *(_span(values.get(q)) for values in (stats.waited_seconds, stats.served_seconds)
            for q in ("0.5", "0.9", "0.99"))]
         for kind, stats in found.kinds.items()
     ]  # fmt: skip
@@ -128,5 +133,6 @@ def _errors(found: Any, now: float) -> dict[str, Any]:
         [f"{duration(now - one.finished)} ago", one.kind.replace("_", " "), one.category, one.target, one.error[:500]]
         for one in found.errors
     ]
-    heads = ["when", "kind", "fault of", "~run or sampler", "~error"]
-    return table("errors", "Newest errors", heads, rows, "" if rows else "No request has failed.")
+    if not rows:
+        return {"kind": "note", "id": "errors", "tone": "small", "lines": ["No request has failed."]}
+    return table("errors", "Newest errors", ["when", "kind", "fault of", "~run or sampler", "~error"], rows)

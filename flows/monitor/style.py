@@ -12,6 +12,7 @@ STYLE = """
 .gradio-container{max-width:none!important;padding:10px 22px!important}
 .gradio-container main{max-width:1720px!important;margin:0 auto!important;padding:0!important}
 .main.fillable{padding:0 10px!important}
+.gradio-container main.contain{min-width:0!important;width:100%!important;max-width:100%!important}
 .gradio-container .html-container{padding:0!important}
 footer{display:none!important}
 .pt-page,.pt-panel{color:var(--pt-ink);font:14px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;

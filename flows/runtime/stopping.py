@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "asked", "bounded", "last_words", "stop_after", "unwind_on_sigterm"]
+__all__ = ["Terminated", "asked", "bounded", "last_words", "stop_after", "unbounded", "unwind_on_sigterm"]
 
 # Set by the first SIGTERM. Its exception may be swallowed by a destructor, a callback from C or a bare `except`, all
 # frequent in imports; then the next stage, or the next iteration of a loop, stops.
@@ -81,6 +81,16 @@ def bounded() -> Iterator[None]:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(before)
         os.close(write)  # the thread reads the end, unless it has seen the signal: then the end of the process is bound
+
+
+@contextlib.contextmanager
+def unbounded() -> Iterator[None]:
+    """Take the bound away within a `bounded` block, for one that handles SIGTERM itself and waits for children."""
+    before = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
 
 
 def _watch(read: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
 
@@ -112,5 +112,5 @@ Command = (
 )  # fmt: skip
 Result = (
     ForwardBackwardResult | OptimStepResult | SampleResult | ModelMade | WeightsSaved | WeightsLoaded | SamplerOpened
-    | ModelUnloaded | Evaluation
+    | ModelUnloaded | ModelEvaluation
 )  # fmt: skip

@@ -17,6 +17,7 @@ from flows.operations.processes import check_platform, end_all, mark_of
 from flows.operations.services import ROOT, ServiceSpec, ask, base_environment
 from flows.operations.steady_clock import SteadyClock
 from flows.runtime.prefect_access import own_path
+from flows.runtime.stopping import unbounded
 from flows.service.store import ServiceStore
 from rl_core.errors import BackendError
 from rl_core.settings import ServiceSettings
@@ -106,7 +107,7 @@ def supervise(settings: ServiceSettings, say: Callable[[str], None] = print) -> 
     def stop(number: int, frame: FrameType | None) -> None:
         stops.append(number)
 
-    with FolderLock(folder / "supervisor.lock"):
+    with FolderLock(folder / "supervisor.lock"), unbounded():  # the worker may take a minute to save
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         servers: list[ManagedService] = []
         try:

@@ -21,11 +21,11 @@ import httpx
 
 from rl_core.errors import BackendError, DataError, ServiceError, SettingsError
 from rl_core.service import client_calls
-from rl_core.service.client_calls import Call, Metric, Question, Sampling
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.client_calls import EvaluationQuestion, Sampling, ServiceCall, ServiceMetric
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.status_answers import EvaluationPromise, QueueStats, RequestStatus, RunList, RunStatus, SavedPath
 
-__all__ = ["AsyncServiceClient", "Metric", "Question", "Sampling", "ServiceClient"]
+__all__ = ["AsyncServiceClient", "ServiceMetric", "EvaluationQuestion", "Sampling", "ServiceClient"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class _Connection:
         }  # fmt: skip
         self.timeout, self.patience = timeout, patience
 
-    def sent(self, call: Call[Any]) -> dict[str, Any]:
+    def sent(self, call: ServiceCall[Any]) -> dict[str, Any]:
         """Arguments of httpx's request."""
         return {
             "method": call.method, "url": call.path, "json": call.body, "params": dict(call.params),
@@ -65,7 +65,7 @@ class _Connection:
             yield wait
             wait = min(5.0, 2 * wait)
 
-    def answer(self, call: Call[T], response: httpx.Response) -> T:
+    def answer(self, call: ServiceCall[T], response: httpx.Response) -> T:
         """The answer to a call. Raises: ServiceError for a refusal, BackendError, DataError for an unknown answer."""
         if response.is_success:
             is_json = "json" in response.headers.get("content-type", "")
@@ -138,7 +138,7 @@ class ServiceClient:
         """Close the connections."""
         self._http.close()
 
-    def _ask(self, call: Call[T]) -> T:
+    def _ask(self, call: ServiceCall[T]) -> T:
         waits = self._connection.attempts()
         while True:
             response: httpx.Response | None = None
@@ -190,25 +190,27 @@ class ServiceClient:
         """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
         return self._ask(client_calls.queue_stats(run_id))
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[ServiceMetric]:
         """Metrics of the service as a whole."""
         return self._ask(client_calls.metrics())
 
-    def submit_evaluation(self, run_id: str, **question: Unpack[Question]) -> EvaluationPromise:
-        """Queue an evaluation (arguments: `Question`) and return at once; it is computed although this program ends."""
+    def submit_evaluation(self, run_id: str, **question: Unpack[EvaluationQuestion]) -> EvaluationPromise:
+        """Queue an evaluation and return at once; it is computed although this program ends. Args: see `evaluate`."""
         return self._ask(client_calls.submit(run_id, question))
 
-    def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> Evaluation | None:
+    def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> ModelEvaluation | None:
         """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
         return self._ask(client_calls.evaluation(run_id, request_id, wait))
 
-    def evaluate(self, run_id: str, *, timeout: float | None = None, **question: Unpack[Question]) -> Evaluation:
+    def evaluate(
+        self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
+    ) -> ModelEvaluation:
         """Evaluate a model on texts and on samples to prompts, and another beside it; waits for the result.
 
         Args:
             run_id: an own run, whose queue the evaluation stands in; it is not changed.
             timeout: seconds to wait at most; None = until it is there.
-            question: see `Question`.
+            question: see `EvaluationQuestion`.
         Raises: as every call; BackendError after `timeout`.
         """
         promise = self.submit_evaluation(run_id, **question)
@@ -249,7 +251,7 @@ class AsyncServiceClient:
         """Close the connections."""
         await self._http.aclose()
 
-    async def _ask(self, call: Call[T]) -> T:
+    async def _ask(self, call: ServiceCall[T]) -> T:
         waits = self._connection.attempts()
         while True:
             response: httpx.Response | None = None
@@ -301,19 +303,21 @@ class AsyncServiceClient:
         """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
         return await self._ask(client_calls.queue_stats(run_id))
 
-    async def metrics(self) -> list[Metric]:
+    async def metrics(self) -> list[ServiceMetric]:
         """Metrics of the service as a whole."""
         return await self._ask(client_calls.metrics())
 
-    async def submit_evaluation(self, run_id: str, **question: Unpack[Question]) -> EvaluationPromise:
-        """Queue an evaluation (arguments: `Question`) and return at once; it is computed although this program ends."""
+    async def submit_evaluation(self, run_id: str, **question: Unpack[EvaluationQuestion]) -> EvaluationPromise:
+        """Queue an evaluation and return at once; it is computed although this program ends. Args: see `evaluate`."""
         return await self._ask(client_calls.submit(run_id, question))
 
-    async def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> Evaluation | None:
+    async def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> ModelEvaluation | None:
         """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
         return await self._ask(client_calls.evaluation(run_id, request_id, wait))
 
-    async def evaluate(self, run_id: str, *, timeout: float | None = None, **question: Unpack[Question]) -> Evaluation:
+    async def evaluate(
+        self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
+    ) -> ModelEvaluation:
         """Evaluate a model, and another beside it; waits for the result. Args, Raises: see `ServiceClient.evaluate`."""
         promise = await self.submit_evaluation(run_id, **question)
         deadline = _deadline(timeout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Required, TypedDict, TypeVar
 from urllib.parse import quote
 
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.json_records import record
 from rl_core.service.status_answers import (
     CancelledRequest,
@@ -23,13 +23,13 @@ from rl_core.service.status_answers import (
     SavedPathList,
 )
 
-__all__ = ["Call", "Metric", "Question", "Sampling"]
+__all__ = ["ServiceCall", "ServiceMetric", "EvaluationQuestion", "Sampling"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class ServiceCall(Generic[T]):
     """One HTTP request and the reading of its answer."""
 
     method: str
@@ -41,7 +41,7 @@ class Call(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ServiceMetric:
     """One value of the service's metrics."""
 
     name: str
@@ -60,7 +60,7 @@ class Sampling:
     stop: Sequence[str] | Sequence[int] | None = None  # None = end-of-sequence tokens
 
 
-class Question(TypedDict, total=False):
+class EvaluationQuestion(TypedDict, total=False):
     """Arguments of an evaluation; all but `model` may be left out."""
 
     model: Required[str]  # a saved path (tinker://...), or a base model
@@ -83,49 +83,51 @@ def _run(run_id: str, *more: str) -> str:
     return "/".join(["/runs", *(quote(part, safe=":") for part in (run_id, *more))])
 
 
-def healthy() -> Call[bool]:
+def healthy() -> ServiceCall[bool]:
     """True where the server answers."""
-    return Call("GET", "/api/v1/healthz", lambda data: bool(data.get("status") == "ok"))
+    return ServiceCall("GET", "/api/v1/healthz", lambda data: bool(data.get("status") == "ok"))
 
 
-def runs(limit: int, offset: int) -> Call[RunList]:
+def runs(limit: int, offset: int) -> ServiceCall[RunList]:
     """Training runs of the key."""
-    return Call("GET", "/runs", _of(RunList), params={"limit": limit, "offset": offset})
+    return ServiceCall("GET", "/runs", _of(RunList), params={"limit": limit, "offset": offset})
 
 
-def run(run_id: str) -> Call[RunStatus]:
+def run(run_id: str) -> ServiceCall[RunStatus]:
     """One training run."""
-    return Call("GET", _run(run_id), _of(RunStatus))
+    return ServiceCall("GET", _run(run_id), _of(RunStatus))
 
 
-def checkpoints(run_id: str) -> Call[list[SavedPath]]:
+def checkpoints(run_id: str) -> ServiceCall[list[SavedPath]]:
     """Saved weights of a run."""
-    return Call("GET", _run(run_id) + "/checkpoints", lambda data: record(SavedPathList, data).checkpoints)
+    return ServiceCall("GET", _run(run_id) + "/checkpoints", lambda data: record(SavedPathList, data).checkpoints)
 
 
-def requests(run_id: str, limit: int, offset: int) -> Call[list[RequestStatus]]:
+def requests(run_id: str, limit: int, offset: int) -> ServiceCall[list[RequestStatus]]:
     """Requests of a run."""
     params = {"limit": limit, "offset": offset}
-    return Call("GET", _run(run_id) + "/requests", lambda data: record(RequestList, data).requests, params=params)
+    return ServiceCall(
+        "GET", _run(run_id) + "/requests", lambda data: record(RequestList, data).requests, params=params
+    )
 
 
-def status(run_id: str, request_id: str) -> Call[RequestStatus]:
+def status(run_id: str, request_id: str) -> ServiceCall[RequestStatus]:
     """State of a request."""
-    return Call("GET", _run(run_id) + f"/requests/{quote(request_id, safe='')}/status", _of(RequestStatus))
+    return ServiceCall("GET", _run(run_id) + f"/requests/{quote(request_id, safe='')}/status", _of(RequestStatus))
 
 
-def cancel(run_id: str, request_id: str) -> Call[bool]:
+def cancel(run_id: str, request_id: str) -> ServiceCall[bool]:
     """Cancel a request that waits."""
     path = _run(run_id) + f"/requests/{quote(request_id, safe='')}/cancel"
-    return Call("POST", path, lambda data: record(CancelledRequest, data).cancelled, body={})
+    return ServiceCall("POST", path, lambda data: record(CancelledRequest, data).cancelled, body={})
 
 
-def queue_stats(run_id: str) -> Call[QueueStats]:
+def queue_stats(run_id: str) -> ServiceCall[QueueStats]:
     """The queue of a run."""
-    return Call("GET", _run(run_id) + "/queue/stats", _of(QueueStats))
+    return ServiceCall("GET", _run(run_id) + "/queue/stats", _of(QueueStats))
 
 
-def submit(run_id: str, question: Question) -> Call[EvaluationPromise]:
+def submit(run_id: str, question: EvaluationQuestion) -> ServiceCall[EvaluationPromise]:
     """Queue an evaluation; its id is drawn here, so that sending it twice is one evaluation."""
     sampling = question.get("sampling", Sampling())
     body: dict[str, Any] = {
@@ -138,22 +140,22 @@ def submit(run_id: str, question: Question) -> Call[EvaluationPromise]:
     }
     for name in ("texts", "prompts"):
         body[name] = [one if isinstance(one, str) else list(one) for one in body.get(name, ())]
-    return Call("POST", _run(run_id) + "/evaluate", _of(EvaluationPromise), body=body)
+    return ServiceCall("POST", _run(run_id) + "/evaluate", _of(EvaluationPromise), body=body)
 
 
-def evaluation(run_id: str, request_id: str, wait: float) -> Call[Evaluation | None]:
+def evaluation(run_id: str, request_id: str, wait: float) -> ServiceCall[ModelEvaluation | None]:
     """The result of an evaluation; None = not finished within `wait` seconds."""
 
-    def read(data: Any) -> Evaluation | None:
-        return None if set(data) == {"state"} else record(Evaluation, data)
+    def read(data: Any) -> ModelEvaluation | None:
+        return None if set(data) == {"state"} else record(ModelEvaluation, data)
 
     path = _run(run_id) + f"/requests/{quote(request_id, safe='')}/result"
-    return Call("GET", path, read, params={"wait": wait}, held=wait)
+    return ServiceCall("GET", path, read, params={"wait": wait}, held=wait)
 
 
-def metrics() -> Call[list[Metric]]:
+def metrics() -> ServiceCall[list[ServiceMetric]]:
     """The service's metrics."""
-    return Call("GET", "/metrics", parsed_metrics)
+    return ServiceCall("GET", "/metrics", parsed_metrics)
 
 
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
@@ -161,7 +163,7 @@ _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
 
-def parsed_metrics(text: str) -> list[Metric]:
+def parsed_metrics(text: str) -> list[ServiceMetric]:
     """Metrics of Prometheus' text format."""
     found = []
     for line in text.splitlines():
@@ -170,5 +172,5 @@ def parsed_metrics(text: str) -> list[Metric]:
                 name: _ESCAPED.sub(lambda one: "\n" if one[1] == "n" else one[1], value)
                 for name, value in _LABEL.findall(match[2] or "")
             }
-            found.append(Metric(match[1], labels, float(match[3])))
+            found.append(ServiceMetric(match[1], labels, float(match[3])))
     return found

@@ -11,7 +11,7 @@ __all__ = [
     "DiversityComparison",
     "DiversityScores",
     "Estimate",
-    "Evaluation",
+    "ModelEvaluation",
     "TextComparison",
     "TextRow",
     "TextScores",
@@ -85,7 +85,7 @@ class DiversityComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class ModelEvaluation:
     """Scores of a model, and of another beside it. None = not asked for."""
 
     model: str

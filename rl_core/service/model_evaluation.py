@@ -18,7 +18,7 @@ from rl_core.service.evaluation_answers import (
     DiversityComparison,
     DiversityScores,
     Estimate,
-    Evaluation,
+    ModelEvaluation,
     TextComparison,
     TextRow,
     TextScores,
@@ -52,7 +52,7 @@ class EvaluatedModel:
 
 def evaluate_models(
     request: EvaluateRequest, model: EvaluatedModel, against: EvaluatedModel | None, settings: ServiceEngineSettings
-) -> Evaluation:
+) -> ModelEvaluation:
     """The answer to a checked request. Raises: ServiceError (user) for texts or prompts that cannot be computed."""
     limits = _common_limits(model, against)
     texts = checked_rows(request.texts, "texts", model.base.tokenizer, limits, 2)
@@ -66,7 +66,7 @@ def evaluate_models(
         if prompts and one is not None and one.sampler is not None:
             samples.append(_sampled(one.sampler, prompts, request, settings))
     rows = None if sums is None else _rows(sums)
-    return Evaluation(
+    return ModelEvaluation(
         model=model.name, against=None if against is None else against.name, confidence=request.confidence,
         texts=len(texts), text_tokens=0 if sums is None else int(sums.tokens_R.sum()), prompts=len(prompts),
         samples=request.num_samples if prompts else 0, rows=rows,

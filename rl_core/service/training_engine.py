@@ -16,7 +16,7 @@ from rl_core.cpu.waiting import bound_waiting
 from rl_core.errors import CheckpointError, DataError, ModelError, PosttrainError, ServiceError, nearest
 from rl_core.memory import first_line
 from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.guarded_update import guarded_step
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
@@ -230,7 +230,7 @@ class TrainingEngine:
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, request: EvaluateRequest) -> Evaluation:
+    def evaluate(self, request: EvaluateRequest) -> ModelEvaluation:
         """Scores of a model on texts and of its samples, and of another beside it; training is left as it is.
 
         Raises: ServiceError.

@@ -22,7 +22,7 @@ from flows.service.wire.bodies import read_body
 from flows.service.wire.evaluate_bodies import EvaluateBody
 from flows.service.wire.tinker_paths import is_path
 from rl_core.errors import nearest
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.status_answers import EvaluationPromise
 
 __all__ = ["add_evaluate_routes"]
@@ -65,7 +65,7 @@ def add_evaluate_routes(router: APIRouter, server: Server) -> None:
         return EvaluationPromise(request_id=taken.request_id, evaluation_id=evaluation_id)
 
     @router.get(
-        "/runs/{run_id}/requests/{request_id}/result", response_model=Evaluation,
+        "/runs/{run_id}/requests/{request_id}/result", response_model=ModelEvaluation,
         responses={202: {"description": "not finished; ask again"}},
     )  # fmt: skip
     async def result(

@@ -16,7 +16,7 @@ from flows.service.queue_stats import kind_stats
 from rl_core.errors import BackendError
 from rl_core.service.status_answers import KindStats
 
-__all__ = ["FailedRequest", "MinuteCounts", "Overview", "RunRow", "store_overview"]
+__all__ = ["FailedRequest", "MinuteCounts", "Overview", "ServiceRunRow", "store_overview"]
 
 _requests, _runs, _keys = tables.requests, tables.runs, tables.keys
 RECENT = 1000  # finished requests that quantiles are taken over
@@ -24,7 +24,7 @@ MOST_RUNS, MOST_ERRORS = 50, 20
 
 
 @dataclass(frozen=True, slots=True)
-class RunRow:
+class ServiceRunRow:
     """A training run. Times are seconds since 1970."""
 
     model_id: str
@@ -61,7 +61,7 @@ class Overview:
     """A store at one moment."""
 
     kinds: dict[str, KindStats]
-    runs: list[RunRow]  # the newest first
+    runs: list[ServiceRunRow]  # the newest first
     num_runs: int
     minutes: list[MinuteCounts]  # in order; minutes without a request are left out
     errors: list[FailedRequest]  # the newest first
@@ -118,14 +118,14 @@ def _timings(connection: sa.Connection) -> list[tuple[str, float, float]]:
     return [(kind, started - accepted, finished - started) for kind, accepted, started, finished in rows]
 
 
-def _run_rows(connection: sa.Connection) -> list[RunRow]:
+def _run_rows(connection: sa.Connection) -> list[ServiceRunRow]:
     waits = sa.select(_requests.c.target, sa.func.count().label("number"))
     waits = waits.where(_requests.c.state.in_(("waiting", "running"))).group_by(_requests.c.target)
     number = dict(connection.execute(waits).tuples().all())
     names = dict(connection.execute(sa.select(_keys.c.key_id, _keys.c.name)).tuples().all())
     rows = connection.execute(sa.select(_runs).order_by(_runs.c.touched.desc()).limit(MOST_RUNS))
     return [
-        RunRow(row.model_id, names.get(row.owner, row.owner), str(row.facts.get("base") or row.base), row.state,
+        ServiceRunRow(row.model_id, names.get(row.owner, row.owner), str(row.facts.get("base") or row.base), row.state,
                row.steps, row.touched, number.get(row.model_id, 0))
         for row in rows
     ]  # fmt: skip

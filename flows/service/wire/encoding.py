@@ -15,7 +15,7 @@ from flows.service.wire.bodies import SampleBody, TensorBody
 from flows.service.wire.json_body import read_body
 from flows.service.wire.message_table import STOP_REASONS, message
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult, TopLogprobs
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 
 __all__ = ["encode"]
 
@@ -37,7 +37,7 @@ def encode(kind: str, answer: Result, payload: bytes = b"") -> tuple[bytes, Lite
         return json.dumps({"metrics": found}).encode(), "json"
     if isinstance(answer, SamplerOpened):
         return json.dumps({"type": kind, "sampling_session_id": answer.sampler_id}).encode(), "json"
-    if isinstance(answer, Evaluation):
+    if isinstance(answer, ModelEvaluation):
         return json.dumps(asdict(answer), allow_nan=False).encode(), "json"
     return json.dumps({"type": kind, **asdict(answer)}).encode(), "json"
 

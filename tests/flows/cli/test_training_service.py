@@ -1,13 +1,14 @@
 """`posttrain service`: settings, keys, lists, cancelling; the server itself is tested in tests/flows/service."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
 
 from flows.cli.main import main
 from flows.service.configuration import load_service_settings
-from flows.service.store import NewRequest, ServiceStore
+from flows.service.store import CheckpointRecord, NewRequest, ServiceStore
 from rl_core.errors import SettingsError
 
 
@@ -77,4 +78,37 @@ def test_requests_are_counted_and_cancelled(config, capsys):
     assert service(config, "cancel", run) == 0 and "2 cancelled" in capsys.readouterr().out
     assert service(config, "cancel", "nothing") == 2 and "neither a request nor" in capsys.readouterr().err
     assert service(config, "logs", "worker") == 0 and "(empty)" in capsys.readouterr().out
+    store.close()
+
+
+def test_a_saved_path_becomes_champion(config, capsys, monkeypatch):
+    store = ServiceStore(load_service_settings(config).store_url)
+    path = "tinker://r/weights/a"
+    values = {"model_id": "r", "owner": "k", "kind": "weights", "name": "a", "folder": "w", "created": 1.0}
+    store.add_checkpoint(CheckpointRecord(path=path, **values))
+    moved = []
+
+    class Registry:
+        def __init__(self, uri, folder, experiment):
+            assert (uri, experiment) == (None, "service")
+
+        def champion(self, name):
+            return SimpleNamespace(version=moved[-1][1]) if moved else None
+
+        def set_champion(self, name, version):
+            moved.append((name, version))
+
+    monkeypatch.setattr("tasks.tracking.Tracking", Registry)
+    for registration, hint in (("none", "worker.registered=all"), ("waiting", "try again"), ("failed", "logs worker")):
+        store.change_checkpoint(path, registration=registration)
+        assert service(config, "promote", path) == 2
+        assert hint in capsys.readouterr().err
+    assert service(config, "promote", "tinker://r/weights/none") == 2
+    assert "no saved weights" in capsys.readouterr().err
+    store.change_checkpoint(path, registration="done", version="service-base/7")
+    assert service(config, "promote", path) == service(config, "promote", path) == 0
+    shown = capsys.readouterr().out
+    assert "service-base/7 is champion of service-base\n" in shown and "(before: version 7)" in shown
+    assert moved == [("service-base", 7)] * 2
+    assert store.audit().items[0].action == "checkpoint_promote"
     store.close()

@@ -23,7 +23,7 @@ from rl_core.errors import BackendError, DataError, ServiceError, SettingsError
 from rl_core.service import client as client_module
 from rl_core.service import client_calls
 from rl_core.service.client import AsyncServiceClient, Sampling, ServiceClient
-from rl_core.service.evaluation_answers import Evaluation
+from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.json_records import record
 from rl_core.service.status_answers import QueueStats, RunList
 from rl_core.storage import faults
@@ -140,7 +140,7 @@ def test_every_own_route_has_a_call(service):
     made = {(call.method, call.path.replace("/R", "/{run_id}").replace("/Q", "/{request_id}")) for call in calls}
     assert made == offered
     described = service.client.get("/openapi.json")
-    assert {"Evaluation", "TextComparison", "RunStatus"} <= set(described.json()["components"]["schemas"])
+    assert {"ModelEvaluation", "TextComparison", "RunStatus"} <= set(described.json()["components"]["schemas"])
     body = paths["/runs/{run_id}/evaluate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["model"] and body["additionalProperties"] is False
     assert body["properties"]["sampling"]["properties"]["max_tokens"]["default"] == 64
@@ -259,7 +259,7 @@ def test_an_evaluation_survives_the_death_of_the_worker(tmp_path, base_folder, p
         answers.append(found.answer)
         store.close()
     assert answers[0] == answers[1]
-    assert record(Evaluation, json.loads(answers[0])).text_comparison.kl.value > 0
+    assert record(ModelEvaluation, json.loads(answers[0])).text_comparison.kl.value > 0
 
 
 # -------------------------------------------------------------------------------------------------------------- client

@@ -1,0 +1,144 @@
+"""Effect of reference models in few bits on what DPO and GRPO learn: seeds by precision, on pixel_grid.
+
+    python examples/service_grpo.py models/grid
+    python tests/benchmarks/references_learning.py models/grid OUTPUT [--seeds 3] [--part dpo|grpo]
+
+DPO learns right answers over wrong ones after the same look; GRPO learns from the environment's rewards under a KL
+term. Every run is one JSON line in OUTPUT/results.jsonl; what is there is not run again. Then the table: means over
+seeds with 95% intervals (t), and of the differences to full precision, seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import rl_core
+from rl_core import environments
+from rl_core.api.data import preference_pairs
+from rl_core.api.recipes.preference import preference
+from rl_core.environments.pixel_grid_questions import COLOURS
+from rl_core.references.loading import ReferenceSource, load_model
+from rl_core.settings import CurriculumStage, ModelSettings, resolve_defaults
+from rl_core.trainers.preference import reference_logprobs
+
+PRECISIONS = ("full", "int8", "int4")
+LEVEL, KL_COEF, BETA = "easy", 0.05, 0.1
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 8: 2.365, 10: 2.262}  # 97.5% quantile by number of seeds
+
+
+def pairs_of(seed, count):
+    """Conversational rows: the demonstrator's look, then the right answer or another one."""
+    environment, rows = environments.make("pixel_grid"), []
+    seeds, rng = environment.seeds_of("train", LEVEL), random.Random(seed)
+    while len(rows) < count:
+        shown = environment.demonstration(seeds[rng.randrange(100_000, 1_000_000)], LEVEL)
+        if shown.success:
+            *before, last = shown.messages
+            right = last["content"].split()[-1]
+            others = "0123456789" if right.isdigit() else COLOURS
+            wrong = rng.choice([one for one in others if one != right])
+            said = {**last, "content": last["content"].removesuffix(right) + wrong}
+            rows.append({"prompt": before, "chosen": [last], "rejected": [said]})
+    return rows
+
+
+def dpo(folder, precision, seed):
+    policy = rl_core.load_policy(folder)
+    settings = rl_core.PreferenceSettings(
+        learning_rate=1e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0, patience=None, beta=BETA
+    )
+    settings = resolve_defaults(settings, policy.kind, policy.context)
+    pairs = preference_pairs(pairs_of(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None)
+
+    def sums(model, part):
+        return reference_logprobs(model, part, pad_id=policy.renderer.pad_id, max_tokens=8192)
+
+    source = {"path": str(folder), "kind": "policy", "model": ModelSettings(device="cpu")}
+    reference = load_model(ReferenceSource(precision=precision, **source))[0]
+    exact = torch.tensor(sums(load_model(ReferenceSource(precision="full", **source))[0], pairs.heldout))
+    known = tuple(sums(reference, part) for part in (pairs.train, pairs.heldout))
+    preference(policy, pairs.train, pairs.heldout, settings, seed, known).run(settings)
+    margins = BETA * ((torch.tensor(sums(policy.model, pairs.heldout)) - exact) @ torch.tensor([1.0, -1.0]))
+    return {
+        "accuracy": float((margins > 0).float().mean()), "margin": float(margins.mean()),
+        "eval_loss": float(torch.nn.functional.softplus(-margins).mean()), "heldout": len(pairs.heldout),
+    }  # fmt: skip
+
+
+def grpo(folder, precision, seed):
+    settings = rl_core.PolicySettings(
+        kl_coef=KL_COEF, reference_precision=precision, iterations=40, prompts_per_iteration=8, group_size=8,
+        learning_rate=2e-4, warmup_steps=2, eval_every=0, patience=None,
+        curriculum=(CurriculumStage(name=LEVEL, levels={LEVEL: 1.0}),),
+        sampling=rl_core.SamplingSettings(max_completion_tokens=64, max_turns=4),
+    )  # fmt: skip
+    environment = environments.make("pixel_grid")
+    training = rl_core.grpo(folder, environment=environment, settings=settings, seed=seed)
+    training.run()
+    table = training.metrics()
+    success, kl = list(table["train/success_rate"].dropna()), list(table["policy/ref_kl"].dropna())
+    return {
+        "success_first_5": float(np.mean(success[:5])), "success_last_10": float(np.mean(success[-10:])),
+        "ref_kl_first": kl[0], "ref_kl_last_10": float(np.mean(kl[-10:])),
+    }  # fmt: skip
+
+
+PARTS = {"dpo": dpo, "grpo": grpo}
+
+
+def interval(values):
+    """Mean and half width of the 95% interval by Student's t."""
+    values = np.asarray(values, dtype=float)
+    return values.mean(), STUDENT[len(values)] * values.std(ddof=1) / math.sqrt(len(values))
+
+
+def show(found, part):
+    """The table of one part, in Markdown."""
+    seeds = sorted({key[2] for key in found if key[0] == part})
+    names = [name for name in next(found[key] for key in found if key[0] == part) if name != "heldout"]
+    print(f"\n| {part} | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
+    for precision in PRECISIONS:
+        cells = []
+        for name in names:
+            values = [found[part, precision, seed][name] for seed in seeds]
+            mean, half = interval(values)
+            gap, width = interval([v - found[part, "full", s][name] for v, s in zip(values, seeds, strict=True)])
+            beside = "" if precision == "full" else f" ({gap:+.4f} ± {width:.4f})"
+            cells.append(f"{mean:.4f} ± {half:.4f}{beside}")
+        print(f"| {precision} | " + " | ".join(cells) + " |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=sorted(PARTS))
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    results = given.output / "results.jsonl"
+    lines = results.read_text().splitlines() if results.is_file() else []
+    found = {(row["part"], row["precision"], row["seed"]): row["numbers"] for row in map(json.loads, lines)}
+    parts = [given.part] if given.part else sorted(PARTS)
+    for part in parts:
+        for seed in range(given.seeds):
+            for precision in PRECISIONS:
+                if (part, precision, seed) not in found:
+                    numbers = found[part, precision, seed] = PARTS[part](given.folder, precision, seed)
+                    row = {"part": part, "precision": precision, "seed": seed, "numbers": numbers}
+                    print(json.dumps(row), flush=True)
+                    with results.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    for part in parts:
+        show(found, part)
+
+
+if __name__ == "__main__":
+    main()
