@@ -91,6 +91,13 @@ if TYPE_CHECKING:
         MathSettings,
         ModelSettings,
         NumericSettings,
+        OnlineAuditSettings,
+        OnlineBufferSettings,
+        OnlineDriftSettings,
+        OnlineGateSettings,
+        OnlineLabelSettings,
+        OnlineSettings,
+        OnlineUpdateSettings,
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
@@ -110,6 +117,7 @@ if TYPE_CHECKING:
         TeacherSettings,
         ThoughtsSettings,
         ToolUseSettings,
+        VotingSettings,
     )
     from rl_core.trackers import CsvTracker, JsonlTracker, TensorBoardTracker, TerminalTracker, TrackerSource
     from rl_core.tracking import MemoryTracker, Tracker
@@ -200,6 +208,7 @@ __all__ = [
     "ToolCall",
     "ToolMisuse",
     "ToolUseSettings",
+    "VotingSettings",
     "Toolset",
     "Tracker",
     "TrackerSource",
@@ -236,6 +245,13 @@ __all__ = [
     "JudgeSettings",
     "MathSettings",
     "NumericSettings",
+    "OnlineAuditSettings",
+    "OnlineBufferSettings",
+    "OnlineDriftSettings",
+    "OnlineGateSettings",
+    "OnlineLabelSettings",
+    "OnlineSettings",
+    "OnlineUpdateSettings",
     "RegexSettings",
 ]
 
@@ -270,6 +286,8 @@ _HOME = {
         "PolicySettings PreferenceSettings RegexSettings "
         "ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings "
         "SamplingSettings "
+        "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
+        "OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core import environments
 from rl_core.api.policy import Policy, load_policy, model_folder, on_device_of
+from rl_core.environments import make
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.models import causal_lm, heads
@@ -78,7 +78,7 @@ def assemble_worker(
 
 def online_environment(settings: EnvironmentSettings | None) -> Environment | None:
     """The environment whose episodes are served; None = chat."""
-    return None if settings is None else environments.make(settings.name, settings.options)
+    return None if settings is None else make(settings.name, settings.options)
 
 
 def _scorer(folder: str, policy: Policy) -> Scorer:

@@ -188,13 +188,12 @@ class ExperienceScorer:
 
         A label that no component can use (a word where a number is compared) spoils no other experience: then each is
         scored by itself, and the orchestrator's state is as if the spoilt ones had never been there.
-        Raises: SettingsError for settings that cannot work.
         """
         found: list[list[Rollout | None] | str] = []
         for experience, label in pairs:
             try:
                 found.append(labelled_rollouts(experience, label, self.environment, same=self.same))
-            except (DataError, EnvironmentFault) as error:
+            except (DataError, EnvironmentFault, SettingsError) as error:  # an unknown level is the request's
                 found.append(str(error))
         before = copy.deepcopy(self.rewards.state_dict())
         problem = self._score([rollouts for rollouts in found if not isinstance(rollouts, str)])

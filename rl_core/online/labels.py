@@ -113,7 +113,7 @@ def prevailing(old: Label | None, new: Label) -> Label:
 
 @dataclass(slots=True)
 class PseudoLabelPrecision:
-    """How often feedback agreed with the pseudo-label of the same request; each request counts once, as it stands."""
+    """Share of pseudo-labels that feedback on the same request agreed with; each request counts once, as it stands."""
 
     agreed: int = 0
     disagreed: int = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_core.errors import NonFiniteTensor
 from rl_core.losses.kl import banded_kl_coef
 from rl_core.losses.policy import clipped_policy_loss
 from rl_core.memory import MemoryFit
@@ -128,10 +129,11 @@ class GuardedLearner:
         if math.isfinite(kl):
             self.kl_coef = self._next_coef(kl)
         if not kl <= self.settings.kl_limit:
+            # a step may be finite and still leave weights that give no finite number any more
             load_trainable_weights(self.model, weights)
             self.optimizer_step.load_state_dict(state)
             self.optimizer_step.num_steps += 1
-            return self.refuse(report, "kl")
+            return self.refuse(report, "kl" if math.isfinite(kl) else "nonfinite")
         self.taken += 1
         self.refused_in_row = 0
         return report
@@ -248,14 +250,17 @@ class GuardedLearner:
 
     @torch.no_grad()
     def _mean_kl(self, batches: Sequence[TrainBatch], found: _Rows) -> float:
-        """Mean KL(old || policy) per loss token, under the weights as they are."""
+        """Mean KL(old || policy) per loss token, under the weights as they are; NaN where these give none."""
 
         def of_batch(batch: TrainBatch) -> float:
             batch = batch.to(self.device)
             return float(self._kl_sum(batch, found, vocabulary_logprobs(self.model, batch)))
 
         with evaluating(self.model), self.optimizer_step.autocast():
-            return math.fsum(MemoryFit("KL after the update").compute(batches, of_batch)) / found.num_tokens
+            try:
+                return math.fsum(MemoryFit("KL after the update").compute(batches, of_batch)) / found.num_tokens
+            except NonFiniteTensor:
+                return math.nan
 
     def _describe(self, report: UpdateReport, metrics: Mapping[str, float]) -> None:
         norm = metrics["train/grad_norm"]

@@ -136,7 +136,7 @@ class UpdateWorker:
                 self._take_label(*record.label())
             else:
                 self._take_order(record.value)
-        except DataError as error:
+        except (DataError, TypeError, ValueError, KeyError, AttributeError) as error:  # of values of another type
             self.counts["refused"] += 1
             logger.warning("record %d of %s is left out: %s", record.number, self.log, error)
 

@@ -176,12 +176,16 @@ def test_eviction_takes_the_least_first():
 
 
 def test_nobody_owns_the_buffer():
-    found = filled(buffer(capacity=8, max_caller_share=0.25), [f"m{i}" for i in range(50)], caller="mallory")
+    found = filled(buffer(capacity=8, max_caller_share=0.25), ["first"], caller="anna")
+    found.learned("first", 0.0)  # the least useful of all, and it stays
+    for number in range(50):
+        found.add(10 + number, experience(f"m{number}", caller="mallory"), LABEL, version=0)
+    assert found.find("first") is not None
     for number in range(5):
         found.add(100 + number, experience(f"a{number}", caller=f"anna{number}"), LABEL, version=0)
     assert Counter(kept.experience.caller for kept in found.slots.values())["mallory"] == 2
-    assert len(found) == 7 and found.evicted == {"caller": 48}
-    assert found.metrics()["online/buffer_largest_caller"] == pytest.approx(2 / 7)
+    assert len(found) == 8 and found.evicted == {"caller": 48}
+    assert found.metrics()["online/buffer_largest_caller"] == pytest.approx(2 / 8)
 
 
 def test_eviction_by_age_and_by_staleness():

@@ -169,6 +169,8 @@ def test_what_cannot_be_scored_says_why_and_leaves_no_trace():
         [(dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)), good)]
     )
     assert wrong == "an experience of environment 'maze'; this worker has 'arithmetic'"
+    (unknown,) = ExperienceScorer(rewards, Arithmetic()).score([(experience(level="impossible"), good)])
+    assert "has no level 'impossible'" in unknown
     with pytest.raises(DataError):
         labelled_rollouts(
             dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)), good, Arithmetic()

@@ -248,6 +248,14 @@ def test_a_step_that_is_not_finite_is_refused_and_counted(tmp_path):
     assert made.update(task(item(experience("r1"), [1.0, 0.0, 0.0]), number=2)).refused == ""
 
 
+def test_weights_that_a_finite_step_broke_are_taken_back(tmp_path):
+    made = learner(tmp_path, max_grad_norm=1e9, max_learning_rate=1.0)
+    before = weights_digest(made.model)
+    report = made.update(task(item(experience("r1"), [1.0, 0.0, 0.0]), learning_rate=1e38))
+    assert report.refused == "nonfinite" and weights_digest(made.model) == before
+    assert made.optimizer_step.skipped_steps == 0 and made.kl_coef == made.settings.kl_coef
+
+
 def test_the_average_alone_is_served_and_its_start_is_corrected(tmp_path):
     made = learner(tmp_path, ema_decay=0.5)
     seen = []

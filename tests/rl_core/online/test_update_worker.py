@@ -171,7 +171,10 @@ def test_where_consensus_is_not_trusted_it_is_measured_alone(tmp_path):
 def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
     bad = answered(1)
     bad.rollouts[0].completion_ids[0] = 4711
+    odd = answered(4)
+    odd.rollouts[0].trajectory.policy_version = None
     records = [
+        odd,
         answered(0),
         bad,
         answered(2, version=9),
@@ -181,7 +184,7 @@ def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
     ]
     with worker_with(tmp_path, records) as worker:
         worker.run_to_end()
-        assert worker.counts["refused"] == 4 and len(worker.buffer) == 2
+        assert worker.counts["refused"] == 5 and len(worker.buffer) == 2
     assert "4711" in caplog.text and "later update" in caplog.text and "dance" in caplog.text
 
 
