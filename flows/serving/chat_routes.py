@@ -121,8 +121,8 @@ async def _asked(server: ChatServer, body: ChatBody, began: float) -> Asked:
     """The checked request. Raises: RefusedRequest (422)."""
     _, prompts = server.ready()
     count = body.n or 1
-    if count > server.settings.max_choices:
-        raise RefusedRequest(422, f"n: {count} choices; at most {server.settings.max_choices}", param="n")
+    if count > (most := min(server.settings.max_choices, server.settings.max_waiting)):
+        raise RefusedRequest(422, f"n: {count} choices; at most {most}", param="n")
     if body.top_logprobs and not body.logprobs:
         raise RefusedRequest(422, "top_logprobs: needs logprobs: true", param="top_logprobs")
     ids: list[int] = []
