@@ -214,9 +214,11 @@ async def _whole(server: ChatServer, request: Request, asked: Asked, pending: Pe
             return Response(status_code=499)
     finally:
         server.answering.cancel(pending)
-        for task in (watch, done):
-            task.cancel()
-        _close(asked.requests)
+        watch.cancel()
+        if done.done():
+            _close(asked.requests)
+        else:  # the engine may be in the middle of a step
+            done.add_done_callback(lambda task: _close(asked.requests))
     for one in asked.requests:
         if one.error is not None:
             raise refusal_of(one.error)

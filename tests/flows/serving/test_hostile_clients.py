@@ -92,6 +92,9 @@ def test_connections_that_send_nothing_are_closed(tmp_path, model_folder):
         wait_for(lambda: len(server.web.server_state.connections) <= 60, "refusals", 5)
         wait_for(lambda: not server.web.server_state.connections, "an end to idling", 5)
         assert server.chat(max_tokens=1)
+        half = raw(server, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"GET /heal")
+        wait_for(lambda: len(server.web.server_state.connections) <= 1, "an end to half a request", 5)
+        half.close()
         for connection in silent:
             connection.settimeout(2)
             with contextlib.suppress(ConnectionError):
