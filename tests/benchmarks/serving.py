@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--port", type=int, default=8655)
+    parser.add_argument("--port", type=int, default=18655, help="and the next one")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument(
         "--crowd", type=int, default=400, help="clients of the overload, more than slots and queue take"

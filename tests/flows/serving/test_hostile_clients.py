@@ -163,7 +163,7 @@ def test_a_version_with_another_tokenizer_is_not_taken_over(tmp_path, model_fold
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_in_the_middle_and_started_again(tmp_path, model_folder):
+def test_killed_in_the_middle_and_started_again(request, tmp_path, model_folder):
     """The process: a message for a port that is taken, kill -9 under load, labels and ids that outlive it."""
     (port,) = free_ports(1)
     output = tmp_path / "out put ü"
@@ -174,6 +174,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path, model_folder):
 
     def start():
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        request.addfinalizer(child.kill)
 
         def ready():
             with contextlib.suppress(httpx.TransportError):
