@@ -121,8 +121,8 @@ async def _asked(server: ChatServer, body: ChatBody, began: float) -> Asked:
     """The checked request. Raises: RefusedRequest (422)."""
     _, prompts = server.ready()
     count = body.n or 1
-    if count > server.settings.max_choices:
-        raise RefusedRequest(422, f"n: {count} choices; at most {server.settings.max_choices}", param="n")
+    if count > (most := min(server.settings.max_choices, server.settings.max_waiting)):
+        raise RefusedRequest(422, f"n: {count} choices; at most {most}", param="n")
     if body.top_logprobs and not body.logprobs:
         raise RefusedRequest(422, "top_logprobs: needs logprobs: true", param="top_logprobs")
     ids: list[int] = []
@@ -214,9 +214,11 @@ async def _whole(server: ChatServer, request: Request, asked: Asked, pending: Pe
             return Response(status_code=499)
     finally:
         server.answering.cancel(pending)
-        for task in (watch, done):
-            task.cancel()
-        _close(asked.requests)
+        watch.cancel()
+        if done.done():
+            _close(asked.requests)
+        else:  # the engine may be in the middle of a step
+            done.add_done_callback(lambda task: _close(asked.requests))
     for one in asked.requests:
         if one.error is not None:
             raise refusal_of(one.error)

@@ -15,13 +15,14 @@ def bounded_connections(most: int, idle_seconds: float) -> type[H11Protocol]:
 
     Args:
         most: open connections; further ones are closed at once.
-        idle_seconds: time for the first request's head to arrive. (Later ones: uvicorn's `timeout_keep_alive`.)
+        idle_seconds: time for a request's head to arrive; twice as long after another request.
     """
 
     class BoundedProtocol(H11Protocol):
-        """A connection that is closed unless a request begins in time."""
+        """A connection that is closed unless requests begin in time."""
 
-        _deadline: asyncio.TimerHandle | None = None
+        _timer: asyncio.TimerHandle | None = None
+        _last: object = None  # the request that was over at the last look
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Take a connection, if there is room."""
@@ -29,16 +30,21 @@ def bounded_connections(most: int, idle_seconds: float) -> type[H11Protocol]:
             if len(self.connections) > most:
                 transport.abort()
                 return
-            self._deadline = self.loop.call_later(idle_seconds, self._close_idle)
+            self._timer = self.loop.call_later(idle_seconds, self._look)
 
-        def _close_idle(self) -> None:
-            if self.cycle is None:
+        def _look(self) -> None:
+            """Close the connection if no request has begun since the last look."""
+            is_idle = self.cycle is None or self.cycle.response_complete
+            if is_idle and self._last is self.cycle:
                 self.transport.abort()
+                return
+            self._last = self.cycle if is_idle else self
+            self._timer = self.loop.call_later(idle_seconds, self._look)
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Let go of a connection."""
-            if self._deadline is not None:
-                self._deadline.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             super().connection_lost(exc)
 
     return BoundedProtocol

@@ -103,7 +103,7 @@ class EnvironmentSessions:
 
 
 def session_report(session: Session, policy_version: int) -> Mapping[str, Any]:
-    """What happened, for the answer: turns with calls and observations, reward, success, reason of the end."""
+    """Record of an episode for its answer: turns with calls and observations, reward, success, reason of the end."""
     trajectory = session.rollout(policy_version).trajectory
     plain = trajectory.to_json()
     kept = ("environment", "level", "seed", "turns", "answer", "success", "reward", "stop_reason", "is_grounded")

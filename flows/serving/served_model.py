@@ -54,7 +54,7 @@ class ModelPlace:
         except SettingsError as error:
             name = self.reference.removeprefix("models:/").partition("@")[0]
             raise NoChampion(
-                f"{error} There is nothing to serve yet: run the pipeline that promotes one, as with `posttrain run "
+                f"{error}; there is nothing to serve yet: run the pipeline that promotes one, as with `posttrain run "
                 f"{name}`, or name a model that is there: posttrain serve FOLDER"
             ) from None
 

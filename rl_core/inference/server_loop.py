@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _PREFILL_TOKENS = 4096  # of the prompts that begin between two steps, above which no further one begins
 _LOOK_S = 0.25  # between two looks at deadlines and environments, where nothing else happens
 _RECENT = 256  # ended requests that the rate is taken over
+_MOST_LATE = 1000  # deadlines of requests that have ended, above which they are forgotten
 _MOST_VERSIONS = 3  # sets of weights in memory; a newer one waits until the oldest has answered its requests
 
 
@@ -267,6 +268,10 @@ class ServerLoop:
         """Let cancelled and late requests leave."""
         while self._cancelled:
             self._leave(self._cancelled.popleft(), Cancelled("the request was taken back"))
+        if len(self._late) > _MOST_LATE + 2 * (len(self._home) + len(self._queue)):
+            with self._lock:  # those that have ended would be kept until their deadline
+                self._late = [entry for entry in self._late if not entry[2].has_ended]
+                heapq.heapify(self._late)
         now = self._clock()
         while self._late and self._late[0][0] <= now:
             with self._lock:

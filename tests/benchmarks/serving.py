@@ -43,35 +43,37 @@ def make_model(folder: Path, preset: str) -> Path:
     return folder
 
 
-def offline(folder: Path, clients: int, tokens: int, threads: int) -> float:
-    """Sampled tokens a second of the offline engine, the best of three."""
+def offline(folder: Path, counts: list[int], tokens: int, threads: int) -> dict[str, float]:
+    """Sampled tokens a second of the offline engine by sequences at once, the best of three."""
     code = f"""
-import time, torch
+import json, time, torch
 torch.set_num_threads({threads})
 from rl_core import load_policy
 from rl_core.inference.served_requests import AnswerSequence
 from rl_core.settings import ModelSettings, SamplingSettings
 policy = load_policy({str(folder)!r}, ModelSettings(device="cpu"))
-backend, best = policy.backend(), 0.0
-for attempt in range(4):
-    rows = [
-        AnswerSequence(
-            policy.renderer.prompt_ids([{{"role": "user", "content": {QUESTION!r}.format(n, attempt)}}]),
-            n + 1000 * attempt,
-        )
-        for n in range({clients} * 4)
-    ]
-    began = time.perf_counter()
-    backend.run(rows, SamplingSettings(max_completion_tokens={tokens}, slots={clients}))
-    seconds = time.perf_counter() - began
-    if attempt:
-        best = max(best, sum(len(row.tokens) for row in rows) / seconds)
-print(best)
+backend, found = policy.backend(), {{}}
+for clients in {counts}:
+    for attempt in range(4):
+        rows = [
+            AnswerSequence(
+                policy.renderer.prompt_ids([{{"role": "user", "content": {QUESTION!r}.format(n, attempt)}}]),
+                n + 1000 * attempt,
+            )
+            for n in range(clients * 4)
+        ]
+        began = time.perf_counter()
+        backend.run(rows, SamplingSettings(max_completion_tokens={tokens}, slots=clients))
+        seconds = time.perf_counter() - began
+        if attempt:
+            found[clients] = max(found.get(clients, 0.0), sum(len(row.tokens) for row in rows) / seconds)
+print(json.dumps(found))
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(threads), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    return float(done.stdout.split()[-1])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -216,8 +218,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--port", type=int, default=8655)
+    parser.add_argument("--port", type=int, default=18655, help="and the next one")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument(
+        "--crowd", type=int, default=400, help="clients of the overload, more than slots and queue take"
+    )
     parser.add_argument("--peer", action="store_true", help="transformers serve as well")
     parser.add_argument("--peer-option", action="append", default=[], help="of transformers serve")
     arguments = parser.parse_args()
@@ -232,16 +237,17 @@ def main() -> None:
                              "threads": arguments.threads, "tokens": arguments.tokens, "load": os.getloadavg(),
                              "client": "openai" if arguments.official else "httpx"}  # fmt: skip
     threads, output = arguments.threads, arguments.output
-    found["offline"] = {count: offline(folder, count, arguments.tokens, threads) for count in arguments.clients}
+    found["offline"] = offline(folder, arguments.clients, arguments.tokens, threads)
     with served(folder, output, arguments.port, threads) as (url, key):
         found["serve"] = [
             measured(url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official)
             for count in arguments.clients
         ]
-    with served(folder, output, arguments.port + 1, threads, slots=4, max_waiting=8) as (url, key):
-        found["overload"] = measured(url, key, "measured", 64, arguments.tokens, arguments.seconds, arguments.official)
+        found["overload"] = measured(
+            url, key, "measured", arguments.crowd, arguments.tokens, arguments.seconds, arguments.official
+        )
     if arguments.peer:
-        found["peer"] = peer(folder, output, arguments.port + 2, threads, arguments.clients, arguments)
+        found["peer"] = peer(folder, output, arguments.port + 1, threads, arguments.clients, arguments)
     found["load_after"] = os.getloadavg()
     (output / "serving.json").write_text(json.dumps(found, indent=2))
     print(json.dumps(found, indent=2))

@@ -92,7 +92,7 @@ class RunningServer:
 
 def offline_answer(model: ServedModel, content: str, *, seed: int = 0, tokens: int = 200, temperature: float = 1.0,
                    choice: int = 0, **sampling: Any) -> AnswerSequence:  # fmt: skip
-    """What the offline engine answers to a question on the same weights."""
+    """Answer of the offline engine to a question on the same weights."""
     renderer = model.renderer
     backend = make_backend(
         model.model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=model.context

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from helpers.serving import TOKEN, offline_answer, running_server
+from helpers.waiting import wait_for
 
 from flows.serving.chat_bodies import ChatBody, ToolBody
 from flows.serving.chat_prompts import PromptMaker
@@ -246,9 +248,15 @@ def test_overload_deadlines_and_a_model_that_is_not_there_yet(tmp_path, model_fo
         late = server.chat(deadline_seconds=1e-6, status=504)
         assert late["error"]["type"] == "timeout_error"
         assert "error" in server.stream(deadline_seconds=1e-6)[-1]
-        full = server.client.post(
-            "/v1/chat/completions", json={"model": "small", "messages": [{"role": "user", "content": "x"}], "n": 3}
-        )
+        loop = server.server.answering.loop
+        whole, loop.step = loop.step, lambda: False  # nothing is begun
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(server.chat, max_tokens=2) for _ in range(2)]
+            wait_for(lambda: server.state.waiting == 2, "a full queue")
+            body = {"model": "small", "messages": [{"role": "user", "content": "x"}]}
+            full = server.client.post("/v1/chat/completions", json=body)
+            loop.step = whole
+            assert all(one.result(20)["choices"] for one in waiting)
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error" and full.headers["x-should-retry"] == "true"
         assert server.chat(max_tokens=2)["choices"]

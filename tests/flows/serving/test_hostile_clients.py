@@ -92,6 +92,9 @@ def test_connections_that_send_nothing_are_closed(tmp_path, model_folder):
         wait_for(lambda: len(server.web.server_state.connections) <= 60, "refusals", 5)
         wait_for(lambda: not server.web.server_state.connections, "an end to idling", 5)
         assert server.chat(max_tokens=1)
+        half = raw(server, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"GET /heal")
+        wait_for(lambda: len(server.web.server_state.connections) <= 1, "an end to half a request", 5)
+        half.close()
         for connection in silent:
             connection.settimeout(2)
             with contextlib.suppress(ConnectionError):
@@ -160,7 +163,7 @@ def test_a_version_with_another_tokenizer_is_not_taken_over(tmp_path, model_fold
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_in_the_middle_and_started_again(tmp_path, model_folder):
+def test_killed_in_the_middle_and_started_again(request, tmp_path, model_folder):
     """The process: a message for a port that is taken, kill -9 under load, labels and ids that outlive it."""
     (port,) = free_ports(1)
     output = tmp_path / "out put ü"
@@ -171,6 +174,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path, model_folder):
 
     def start():
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        request.addfinalizer(child.kill)
 
         def ready():
             with contextlib.suppress(httpx.TransportError):

@@ -1,0 +1,101 @@
+"""Names of models, versions that come while the server runs, and the server of `posttrain up`."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+from helpers.serving import make_folder_of_model, running_server
+
+from flows.cli.parser import build_parser
+from flows.cli.service_commands import _to_serve
+from flows.cli.serving import serving_of
+from flows.operations.database import Databases
+from flows.operations.services import services
+from flows.operations.state import Options
+from flows.serving.model_watch import ModelWatch
+from flows.serving.served_model import ModelPlace, NoChampion
+from flows.serving.serving_process import token_of
+from rl_core.errors import SettingsError
+from rl_core.settings import ModelSettings
+from tasks.tracking import ModelVersion
+
+
+class Registry:
+    """Stands in for the registry behind a name."""
+
+    def __init__(self, place, monkeypatch):
+        self.versions, self.newest = {}, 0
+        monkeypatch.setattr(ModelPlace, "find", lambda place: self.find())
+        monkeypatch.setattr(ModelPlace, "folder", lambda place, found: self.versions[found.version])
+
+    def find(self):
+        if not self.newest:
+            raise NoChampion("nothing is promoted yet")
+        return ModelVersion("demo", self.newest, None, None)
+
+
+def test_a_new_champion_is_taken_over_and_the_first_is_waited_for(tmp_path, model_folder, monkeypatch):
+    registry = Registry(None, monkeypatch)
+    with running_server(tmp_path, model_folder, begins=False) as server:
+        place = ModelPlace("models:/demo@champion", tmp_path)
+        watch = ModelWatch(server.server, place, server.settings, ModelSettings(device="cpu"))
+        assert not watch.look()
+        refused = server.client.post("/v1/chat/completions", json={"model": "small", "messages": []})
+        assert refused.status_code == 503 and "nothing is promoted yet" in refused.json()["error"]["message"]
+        registry.versions[1], registry.newest = model_folder, 1
+        assert watch.look() and not watch.look()
+        assert server.chat(max_tokens=3)["policy_version"] == 1
+        registry.versions[2], registry.newest = make_folder_of_model(tmp_path / "second", 1), 2
+        assert watch.look()
+        assert server.chat(max_tokens=3)["policy_version"] == 2
+        other = make_folder_of_model(tmp_path / "other", texts=["quite another alphabet of words"] * 40)
+        registry.versions[3], registry.newest = other, 3
+        assert not watch.look() and not watch.look()
+        assert server.chat(max_tokens=3)["policy_version"] == 2
+
+
+def given(*arguments) -> argparse.Namespace:
+    return build_parser().parse_args(["serve", *map(str, arguments)])
+
+
+def test_what_a_command_serves(tmp_path, model_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = serving_of(given("demo", "--set", "serving.slots=3", "--port", 9001, "--output", tmp_path / "out"))
+    assert (found.name, found.place.reference) == ("demo", "models:/demo@champion")
+    assert (found.settings.slots, found.settings.port, found.environment.name) == (3, 9001, "pixel_grid")
+    assert found.folder == tmp_path / "out" / "serving" and found.address == "http://127.0.0.1:9001/v1"
+    folder = serving_of(given(model_folder, "--set", "model.dtype=bfloat16", "--name", "mine"))
+    assert (folder.name, folder.model.dtype, folder.place.folder(None)) == ("mine", "bfloat16", Path(model_folder))
+    stage = tmp_path / "0123"
+    stage.mkdir()
+    (stage / "model").symlink_to(model_folder)
+    assert serving_of(given(stage)).place.folder(None) == stage / "model"
+    assert serving_of(given("models:/my name/3")).name == "my name"
+    assert serving_of(given("Qwen/Qwen3-0.6B")).place.reference == "Qwen/Qwen3-0.6B"
+    for wrong in (("nowhere",), ("/no/such/folder",), (model_folder, "--set", "serving.slots=0"),
+                  (model_folder, "--set", "serving.slot=1"), (model_folder, "--set", "stages.policy.lr=1"),
+                  (model_folder, "--set", "serving.host=0.0.0.0")):  # fmt: skip
+        with pytest.raises((SettingsError, ValueError)):
+            serving_of(given(*wrong))
+
+
+def test_the_token_is_made_once_and_is_its_owners(tmp_path):
+    token = token_of(tmp_path / "serving")
+    assert token_of(tmp_path / "serving") == token and len(token) > 30
+    assert (tmp_path / "serving" / "token").stat().st_mode & 0o077 == 0
+
+
+def test_up_serves_a_pipeline_that_says_so(tmp_path):
+    config = tmp_path / "mine.yaml"
+    demo = (Path(__file__).parents[3] / "configs" / "demo.yaml").read_text()
+    config.write_text(demo)
+    arguments = build_parser().parse_args(["up", "--serve", str(config)])
+    with pytest.raises(SettingsError, match=re.escape("serving: {}")):
+        _to_serve(arguments)
+    config.write_text(demo + "\nserving: {port: 9002}\n")
+    assert _to_serve(arguments) == {"serve": str(config), "serve_port": 9002}
+    specs = services(tmp_path, Options(serve=str(config), serve_port=9002), Databases())
+    assert [spec.name for spec in specs] == ["mlflow", "prefect", "worker", "serve"]
+    assert specs[-1].port == 9002 and specs[-1].needs == "mlflow" and "--wait" in specs[-1].command
+    assert "serve" not in [spec.name for spec in services(tmp_path, Options(), Databases())]
