@@ -14,14 +14,14 @@ from pathlib import Path
 
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect.settings import get_current_settings
 
 from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
+from flows.runtime.embedded_server import embedded_address, other_address, start_embedded_server
 from flows.runtime.pipeline_result import PipelineResult
-from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults, start_embedded_server
+from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
@@ -154,7 +154,7 @@ def execute(
                 flow_run=FlowRunAddress(
                     id=str(flow_run.id or ""),
                     url=flow_run_url(),
-                    api=without_password(get_current_settings().api.url or ""),
+                    api=without_password(other_address()),
                 ),
             ),
             lock=lock,
@@ -243,7 +243,8 @@ def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
             with prefect_defaults():
                 with display.waiting("Prefect's server starts"):
                     start_embedded_server()
-                yield
+                with embedded_address():
+                    yield
         finally:
             _display.reset(token)
             _started.reset(begun)

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rl_core.analysis.statistics import (
     Difference,
@@ -17,15 +17,17 @@ from rl_core.analysis.statistics import (
     paired_bootstrap,
     sign_test,
 )
-from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.errors import DataError, SettingsError
-from rl_core.inference.sampling import RolloutBackend
-from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
 from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import fault
 from rl_core.types import Rollout, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.distributed import ProcessGroup
+    from rl_core.inference.sampling import RolloutBackend
 
 __all__ = [
     "EpisodeResult",
@@ -169,7 +171,7 @@ def evaluate(
     sampling: SamplingSettings,
     seed: int,
     policy_version: int = 0,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup | None = None,
     failures: EpisodeFailures | None = None,
 ) -> Evaluation:
     """Evaluation of a model: every requested episode is played `samples` times.
@@ -177,10 +179,13 @@ def evaluate(
     Args:
         requests: from `rollouts.heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
-        process_group: processes that each play a share of the episodes.
+        process_group: processes that each play a share of the episodes; None = this one alone.
         failures: counts the episodes whose environment failed; None = up to `sampling.max_failed_share` of this call.
     Raises: DataError without requests; SettingsError for samples below 1; EnvironmentFault if too many episodes failed.
     """
+    from rl_core.distributed import SINGLE_PROCESS  # here, as they load torch, which results do not need
+    from rl_core.rollouts.collect import collect
+
     if not requests:
         raise DataError("evaluate: there are no episodes to play")
     if samples < 1:
@@ -191,7 +196,7 @@ def evaluate(
     groups = collect(
         environment, backend, renderer, requests,
         group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
-        process_group=process_group, failures=failures,
+        process_group=process_group or SINGLE_PROCESS, failures=failures,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -6,32 +6,20 @@ The command line calls `prepare_prefect` before it imports Prefect. Settings mad
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import functools
 import importlib
 import os
 import random
-import shutil
-import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from flows.runtime import prefect_access
-from rl_core.errors import BackendError
-from rl_core.storage.faults import fault
-from rl_core.storage.single_files import REMEDIES, make_folder
+from rl_core.storage.single_files import make_folder
 
-__all__ = [
-    "PREFECT_PORT", "leave_global_generator", "prefect_environment", "prefect_defaults", "prepare_prefect",
-    "start_embedded_server",
-]  # fmt: skip
+__all__ = ["PREFECT_PORT", "leave_global_generator", "prefect_defaults", "prefect_environment", "prepare_prefect"]
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-LEAST_BYTES = 5_000_000  # of Prefect's database and its log
 _DRAWING = ("prefect.utilities.math", "websockets.client", "websockets.asyncio.connection")  # waits, pings
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
@@ -111,16 +99,22 @@ def leave_global_generator() -> None:
 
 
 def _embedded_access() -> dict[str, str]:
-    """Password of the embedded server and its client, new with each run; {} where another server is configured."""
+    """Password of the embedded server and its client, new with each process; {} where another server is configured."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url is not None:
         return {}
     known = settings.server.api.auth_string or settings.api.auth_string
-    word = known.get_secret_value() if known is not None else prefect_access.new_password()
+    word = known.get_secret_value() if known is not None else _own_password()
     # No page belongs to it: an origin that nothing has.
     return {prefect_access.SERVER: word, prefect_access.CLIENT: word, prefect_access.ORIGINS: "http://none.invalid"}
+
+
+@functools.cache
+def _own_password() -> str:
+    """One for all runs of this process, as they share the server."""
+    return prefect_access.new_password()
 
 
 def _setting(variable: str) -> Any:
@@ -137,65 +131,3 @@ def _is_given(setting: Any, given: dict[str, Any]) -> bool:
             return False
         value = value[part]
     return True
-
-
-def own_session() -> Callable[..., subprocess.Popen[Any]]:
-    """`Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
-        return functools.partial(subprocess.Popen, start_new_session=True)
-    return functools.partial(
-        subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    )
-
-
-def start_embedded_server() -> None:
-    """Start Prefect's embedded server in its own session, unless another server is configured.
-
-    Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then cannot report that
-    it was stopped, and its client retries for minutes. In its own session it lives until we end, and on Linux no
-    longer, even if we are killed.
-    Raises: BackendError if it does not answer in time.
-    """
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings()
-    if settings.api.url is not None or not settings.server.ephemeral.enabled:
-        return
-    from prefect.server.api.server import SubprocessASGIServer
-
-    _refuse_full_disk(settings.home)
-    fault("prefect.starting")
-    in_own_session = own_session()
-    server = SubprocessASGIServer()
-
-    def checked(args: list[str], *, env: dict[str, str], **more: Any) -> subprocess.Popen[Any]:
-        """The server behind our check of hosts and origins, from wherever this project is imported."""
-        ours = [f"{prefect_access.__name__}:create_app" if part.endswith(":create_app") else part for part in args]
-        return in_own_session(ours, env={**env, "PYTHONPATH": prefect_access.own_path(env)}, **more)
-
-    try:
-        with patch("prefect.server.api.server.subprocess.Popen", checked):
-            server.start()
-            fault("prefect.started")
-    except KeyboardInterrupt:  # or SIGTERM
-        server.stop()
-        raise
-    except Exception as error:  # RuntimeError, or any client error while the server is starting
-        server.stop()
-        limit = settings.server.ephemeral.startup_timeout_seconds
-        raise BackendError(
-            f"Prefect's embedded server did not start within about {limit} s: {error} Is this machine very busy? Try "
-            "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
-            "runs already: PREFECT_API_URL=http://127.0.0.1:4200/api"
-        ) from error
-
-
-def _refuse_full_disk(home: Path) -> None:
-    """Refuse at once where the server could not write its database, for which it would be waited in vain."""
-    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_BYTES:
-        raise BackendError(
-            f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "
-            f"{LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"
-        )

@@ -33,12 +33,14 @@ def repair(output: Path, uri: str | None = None) -> list[str]:
     lines = [_line(run, output) for run in found]
     dead = [run.flow_run_id for run in found if not run.elsewhere and run.flow_run_id]
     if dead:
-        from flows.runtime.prefect_home import prefect_defaults, prepare_prefect, start_embedded_server
+        from flows.runtime.embedded_server import embedded_address, start_embedded_server
+        from flows.runtime.prefect_home import prefect_defaults, prepare_prefect
 
         prepare_prefect(output)
         with prefect_defaults():
             start_embedded_server()
-            crashed = crash_flow_runs(dead)
+            with embedded_address():
+                crashed = crash_flow_runs(dead)
         lines.append(f"marked {crashed} Prefect flow {'run' if crashed == 1 else 'runs'} as Crashed")
     if tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists():
         for name in {request.name for request in requests(tracking) if request.is_waiting}:

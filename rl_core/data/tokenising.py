@@ -16,8 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-import torch
-
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.row_tokens import Job, Refusals, Row, chunk_tokens
 from rl_core.data.token_rows import TokenChunk
@@ -35,6 +33,8 @@ Found = tuple[TokenChunk, Refusals]
 
 def processes_for(num_bytes: int) -> int:
     """Processes that pay for so much text: 1 = this one; at most torch's threads, as `threads` of a run sets them."""
+    import torch  # here, as the rest of the module needs none of it
+
     return max(1, min(torch.get_num_threads(), num_bytes // TEXT_EACH))
 
 

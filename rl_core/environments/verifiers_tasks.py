@@ -161,7 +161,7 @@ class Verifiers(Environment):
         self._lock = threading.Lock()
 
     @functools.cached_property
-    def tools(self) -> Toolset:  # type: ignore[override]
+    def tools(self) -> Toolset:
         """The task set's tools; their calls are made by the child."""
         return Toolset(_tool(schema) for schema in self._ask({"do": "tools"}))
 

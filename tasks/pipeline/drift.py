@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ResumeRefused
-from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folder_removal import move_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
@@ -24,6 +23,9 @@ from tasks.config import PipelineSettings
 from tasks.pipeline.conditions import CONDITIONS, changes, describe, finished_conditions, read_conditions
 from tasks.pipeline.key import stage_key_parts
 from tasks.pipeline.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from rl_core.storage.checkpoint import NewestCheckpoint
 
 __all__ = [
     "ASIDE",
@@ -77,11 +79,20 @@ def unfinished(folder: Path, *, with_aside: bool = False) -> list[Unfinished]:
     """Unfinished stages with checkpoints in a stage's folder, the newest first; without those that were set aside."""
     found = []
     for path in folder.glob("*.open"):
-        checkpoint = CheckpointStore(path / CHECKPOINTS).newest()
+        checkpoint = _newest(path)
         if checkpoint is None or ((path / ASIDE).exists() and not with_aside):
             continue
         found.append(Unfinished(path, read_conditions(path) or {}, checkpoint.iteration, checkpoint.time))
     return sorted(found, key=lambda stage: stage.time, reverse=True)
+
+
+def _newest(path: Path) -> NewestCheckpoint | None:
+    """The newest checkpoint of an unfinished stage's folder."""
+    if not (path / CHECKPOINTS).is_dir():
+        return None
+    from rl_core.storage.checkpoint import CheckpointStore  # here, as it loads torch
+
+    return CheckpointStore(path / CHECKPOINTS).newest()
 
 
 # ------------------------------------------------------------------------------------------- before a pipeline begins
@@ -166,7 +177,7 @@ def adopt(final: Path, conditions: dict[str, Any], options: RunOptions) -> list[
     Raises: ResumeRefused where checkpoints of other conditions would be passed over without a word.
     """
     own = final.with_name(f"{final.name}.open")
-    if CheckpointStore(own / CHECKPOINTS).newest() is not None:
+    if _newest(own) is not None:
         (own / ASIDE).unlink(missing_ok=True)
         kept = (read_conditions(own) or {}).get("drift") or []
         return [str(line) for line in kept]

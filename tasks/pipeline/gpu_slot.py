@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from prefect.concurrency.sync import concurrency
 
 from tasks.stage_registry import entry
@@ -25,9 +24,15 @@ def gpu_slot(stage: str) -> Iterator[None]:
         stage: its name.
     """
     limit = os.environ.get(VARIABLE, "")
-    if not limit or not entry(stage).uses_gpu or not torch.cuda.is_available():
+    if not limit or not entry(stage).uses_gpu or not _has_gpus():
         yield
         return
     # Not strict: a limit that somebody deleted, or a server that is down for a while, must not end a stage.
     with concurrency(limit, lease_duration=LEASE_SECONDS, strict=False):
         yield
+
+
+def _has_gpus() -> bool:
+    import torch  # seconds, which a run without the limit need not spend here
+
+    return torch.cuda.is_available()

@@ -105,9 +105,10 @@ class PipelineTracker:
             parent_folder=trial.parent_folder if trial is not None else None,
         )
 
-    def log_settings(self, threads: int) -> None:
-        """Leave the resolved settings, the number of threads and the environment with the parent run."""
-        self.parent.set_tag("threads", str(threads))
+    def log_settings(self, threads: int | None) -> None:
+        """Leave the resolved settings, the number of threads, where it is known, and the environment with the run."""
+        if threads is not None:
+            self.parent.set_tag("threads", str(threads))
         self.parent.log_dict(masked(resolve(self._settings)), "config.json")
         self.parent.log_environment()
 

@@ -179,10 +179,10 @@ _away = threading.Event()  # the newest artifact was not taken
 
 
 def _api_answers() -> bool:
-    """True = Prefect's API takes connections, or is one that only Prefect's client can ask."""
+    """True = Prefect's API takes connections; an embedded server that is gone does not come back."""
     url = urlsplit(get_current_settings().api.url or "")
     if not url.hostname:
-        return False  # an embedded server that is gone does not come back
+        return False
     try:
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 1.0).close()
     except OSError:

@@ -62,7 +62,7 @@ class PipelineRecord:
         logger.info("going on with the interrupted run of %s", record.get("started"))
         return str(record.get("started") or "")
 
-    def begin(self, folder: Path, *, started: str, digest: str, threads: int) -> None:
+    def begin(self, folder: Path, *, started: str, digest: str, threads: int | None) -> None:
         """Write the record of a run that begins, into its own folder too: before anything else of it exists.
 
         Else one that is killed in its first seconds would not be found again. The pipeline's comes first: by it the

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -32,7 +33,7 @@ from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_fol
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.threads import choose_threads, recorded_threads
+from tasks.pipeline.threads import choose_threads, own_threads, recorded_threads
 from tasks.tracking import RunTracker, Tracking, Waiting
 
 __all__ = ["PipelineRun", "ProgressCallback"]
@@ -71,7 +72,8 @@ class PipelineRun:
         self.home = trial.home if trial is not None else shared
         self.stages_folder = shared / "stages"
         self._models_cache = shared / "base_models"
-        self.threads, self.threads_note = 1, ""  # chosen when the run is entered; the note is for people
+        self._threads: int | None = None  # chosen when the run is entered; None = torch's own number
+        self.threads_note = ""  # about it, for people
         self.stop = stop or threading.Event()
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
         self.dead_runs: tuple[DeadRun, ...] = ()  # earlier runs of this pipeline, found dead when this one began
@@ -106,13 +108,12 @@ class PipelineRun:
         previous = self._record.interrupted(digest)
         self.resumed = bool(previous)
         earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
-        self.threads, self.threads_note = choose_threads(self.settings.threads, earlier)
-        _prepare_libraries(self.threads)
+        self._threads, self.threads_note = choose_threads(self.settings.threads, earlier)
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
         started = previous or next_start(self.home / "runs")
-        self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
+        self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self._threads)
         fault("run.noted")
         self.tracker = PipelineTracker(
             self.tracking,
@@ -133,7 +134,7 @@ class PipelineRun:
         )
         fault("run.tracked")
         self._record.note_run(self.parent.run_id)
-        self.tracker.log_settings(self.threads)
+        self.tracker.log_settings(self._threads)
 
     def _clear_leftovers(self) -> None:
         """Remove temporaries that killed processes left here; others note answers here without the pipeline's lock."""
@@ -186,6 +187,16 @@ class PipelineRun:
                 "not delivered yet: %s wait in %s for %s; `posttrain sync` or the next run delivers them",
                 self.undelivered, self.home, self.tracking.uri,
             )  # fmt: skip
+
+    @functools.cached_property
+    def threads(self) -> int:
+        """CPU threads of the stages. Known when the first one computes, as torch is loaded and set up for it."""
+        own = own_threads()  # before they are set
+        threads = own if self._threads is None else self._threads
+        _prepare_libraries(threads)
+        if self._threads is None:
+            self.parent.set_tag("threads", str(threads))
+        return threads
 
     @property
     def parent(self) -> RunTracker:

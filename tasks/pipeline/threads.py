@@ -15,23 +15,22 @@ from typing import Literal
 
 from rl_core.storage.single_files import write_json_atomic
 
-__all__ = ["THREADS", "choose_threads", "note_threads", "recorded_threads", "torch_threads"]
+__all__ = ["THREADS", "choose_threads", "note_threads", "own_threads", "recorded_threads", "torch_threads"]
 
 THREADS = "threads.json"  # in a stage's open folder, beside its checkpoints
 
 
-def choose_threads(setting: int | Literal["auto"] | None, earlier: int | None) -> tuple[int, str]:
+def choose_threads(setting: int | Literal["auto"] | None, earlier: int | None) -> tuple[int | None, str]:
     """Number of threads of a run, and a sentence about it where it was found out ("" where it was not).
 
     Args:
-        setting: None = torch's own number; "auto" = as many as processors are free, which takes a second to see.
+        setting: None = torch's own number, here None as well (see `own_threads`); "auto" = as many as processors
+            are free, which takes a second to see.
         earlier: that of the run which goes on; None = it begins.
     """
-    by_torch = _by_torch()
-    if setting is None:
-        return by_torch, ""
     if setting != "auto":
         return setting, ""
+    own_threads()
     from rl_core.cpu.waiting import free_processors, usable_processors  # here, as it loads torch
 
     if earlier is not None:
@@ -41,9 +40,9 @@ def choose_threads(setting: int | Literal["auto"] | None, earlier: int | None) -
 
 
 @functools.cache
-def _by_torch() -> int:
+def own_threads() -> int:
     """Threads that torch takes by itself: those that it had before the first run of this process."""
-    import torch
+    import torch  # here: a run of which everything is cached does without the seconds that this takes
 
     return torch.get_num_threads()
 

@@ -15,7 +15,6 @@ from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stage_registry import policy_stages
 from tasks.stages.loading import make_environment
-from tasks.stages.model_probes import measure_models
 from tasks.tracking import RunTracker
 
 __all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]
@@ -40,6 +39,8 @@ def analyze_trajectories(
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from tasks.stages.model_probes import measure_models  # here: it loads torch, not needed if cached
+
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     reward = Path(context.inputs["reward_model"]) if "reward_model" in context.inputs else None
     trajectories = find_trajectories([Path(context.inputs["evaluation"])])

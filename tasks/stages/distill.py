@@ -6,8 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.recipes.policy_gradient import distillation
-from rl_core.api.teacher_source import make_teacher
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import DistillationSettings
 from tasks.pipeline.run import PipelineRun
@@ -32,6 +30,9 @@ def distill(pipeline_run: PipelineRun, model: Path | str, data: StageResult | No
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.policy_gradient import distillation  # here: they load torch, not needed if cached
+    from rl_core.api.teacher_source import make_teacher
+
     settings: DistillationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import write_trajectories
-from rl_core.api.evaluation import play_heldout
 from rl_core.environments.environment import Environment
 from rl_core.evaluation import Evaluation
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
@@ -23,7 +22,7 @@ from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext, StageResult, run_stage
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment, model_folder
+from tasks.stages.loading import load_policy, make_environment
 
 __all__ = [
     "episodes_seed",
@@ -101,6 +100,9 @@ def read_evaluation(folder: Path, name: str) -> Evaluation:
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.evaluation import play_heldout  # here: they load torch, not needed if cached
+    from rl_core.api.policy import model_folder
+
     settings: EvaluationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)

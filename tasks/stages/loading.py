@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl_core.api import policy
-from rl_core.api.policy import Policy, model_folder
 from rl_core.environments import make
 from rl_core.environments.environment import Environment
 from tasks.config import PipelineSettings
 
-__all__ = ["Policy", "load_policy", "make_environment", "model_folder"]
+if TYPE_CHECKING:
+    from rl_core.api.policy import Policy
+
+__all__ = ["load_policy", "make_environment"]
 
 
 def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
     """The policy of a model folder or hub name, with the pipeline's dtype, device and adapters."""
+    from rl_core.api import policy  # here: it loads torch, not needed if cached
+
     return policy.load_policy(source, pipeline.model)
 
 

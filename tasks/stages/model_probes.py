@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_core.analysis.calibration import Calibration, calibrate
 from rl_core.analysis.probe_results import ModelProbe, Probes
+from rl_core.api.policy import model_folder
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import Row
 from rl_core.environments.environment import Environment
@@ -20,7 +21,7 @@ from rl_core.settings import AnalysisSettings
 from rl_core.storage.faults import fault
 from rl_core.types import Rollout
 from tasks.config import PipelineSettings
-from tasks.stages.loading import load_policy, model_folder
+from tasks.stages.loading import load_policy
 
 __all__ = ["measure_models"]
 

@@ -6,17 +6,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_core.api.evaluation import validation
-from rl_core.api.policy import Policy
-from rl_core.api.recipes.policy_gradient import policy_gradient
 from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
-from rl_core.models import heads
-from rl_core.models.lora import is_lora
-from rl_core.references.pool import frozen_models
-from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
 from tasks.pipeline.run import PipelineRun
@@ -24,6 +17,10 @@ from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, S
 from tasks.stages.evaluate import validation_episodes
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
+
+if TYPE_CHECKING:
+    from rl_core.api.policy import Policy
+    from rl_core.rewards.contribution import Contribution
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
@@ -45,6 +42,11 @@ def optimise_policy(
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.policy_gradient import policy_gradient  # here: they load torch, not needed if cached
+    from rl_core.models import heads
+    from rl_core.models.lora import is_lora
+    from rl_core.references.pool import frozen_models
+
     settings: PolicySettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)
@@ -112,6 +114,8 @@ def evaluator(
     context: StageContext, settings: PolicySettings, policy: Policy, environment: Environment
 ) -> Callable[[], dict[str, float]]:
     """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
+    from rl_core.api.evaluation import validation
+
     requests = validation_episodes(environment, context.pipeline)
     return validation(
         policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
@@ -129,6 +133,8 @@ def recent_metrics(history: MetricHistory) -> dict[str, float]:
 
 def _contributions(context: StageContext, names: Sequence[str]) -> dict[str, Contribution]:
     """Of each reward component, over all rollouts of the run."""
+    from rl_core.rewards.contribution import compared_groups, contributions
+
     by_iteration = context.settings.algorithm not in GROUP_ALGORITHMS
     return contributions(compared_groups(context.folder / REWARD_RECORD, by_iteration=by_iteration), names)
 

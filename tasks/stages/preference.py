@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.api.recipes.preference import preference
 from rl_core.settings import PreferenceSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.pipeline.stage_code import code_version
 from tasks.stages.loading import load_policy
-from tasks.stages.preference_pairs import stage_pairs
-from tasks.stages.reference_cache import cached_references
 
 __all__ = ["optimise_preferences"]
 
@@ -28,6 +25,10 @@ def optimise_preferences(pipeline_run: PipelineRun, model: Path | str, data: Sta
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.preference import preference  # here: they load torch, not needed if cached
+    from tasks.stages.preference_pairs import stage_pairs
+    from tasks.stages.reference_cache import cached_references
+
     settings: PreferenceSettings = context.settings
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     policy = load_policy(context.inputs["model"], context.pipeline)

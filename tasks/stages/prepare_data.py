@@ -26,7 +26,6 @@ from rl_core.data.token_cache import TokenCache, rows_digest, text_size
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
-from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.manifest import digest_bytes, digest_file
@@ -204,6 +203,8 @@ def _tokenizer_and_model(
     context: StageContext, sets: Mapping[str, Found], environment: Environment, summary: Row
 ) -> tuple[ChatRenderer, int]:
     """Make the preset's tokenizer and model, or read the base's tokenizer; returns the renderer and the context."""
+    from rl_core.models import causal_lm  # here: it loads torch, not needed if cached
+
     settings = context.pipeline.model
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
 from rl_core.data.chat import ChatRenderer
-from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.stages.preference_pairs import StagePairs, stage_pairs
+
+if TYPE_CHECKING:
+    from tasks.stages.preference_pairs import StagePairs
 
 __all__ = ["reward_model"]
 
@@ -30,6 +29,12 @@ def reward_model(pipeline_run: PipelineRun, model: Path | str, data: StageResult
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.reward_model import (
+        reward_model as reward_model_recipe,  # here: they load torch, not needed if cached
+    )
+    from rl_core.models import heads
+    from tasks.stages.preference_pairs import stage_pairs
+
     settings: RewardModelSettings = context.settings
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
@@ -49,6 +54,8 @@ def _body(context: StageContext) -> dict[str, Any]:
 
 
 def _summary(context: StageContext, pairs: StagePairs, metrics: dict[str, float], steps: int) -> dict[str, Any]:
+    from rl_core.trainers.reward_model import longer_answer_baseline
+
     accuracy = metrics["eval/accuracy"]
     low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
     longer = pairs.longer_baseline

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.recipes.sft import sft as sft_recipe
 from rl_core.settings import SFTSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
@@ -26,6 +25,8 @@ def sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -> Stag
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.sft import sft as sft_recipe  # here: it loads torch, not needed if cached
+
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])

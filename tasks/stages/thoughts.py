@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_core.api.policy import Policy
-from rl_core.api.recipes.thoughts import thoughts
 from rl_core.environments.environment import Environment
 from rl_core.errors import CheckFailed
 from rl_core.rewards.rollout_log import RecentRollouts, record_all
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.single_files import write_json_atomic
-from rl_core.thoughts.controls import measure_gains
-from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
 from tasks.pipeline.key import stage_seed
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
+
+if TYPE_CHECKING:
+    from rl_core.api.policy import Policy
+    from rl_core.thoughts.trainer import ThoughtsTrainer
 
 __all__ = ["learn_thoughts"]
 
@@ -39,6 +39,8 @@ def learn_thoughts(pipeline_run: PipelineRun, model: Path | str, data: StageResu
 
 
 def _body(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.thoughts import thoughts  # here: it loads torch, not needed if cached
+
     settings: ThoughtsSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)
@@ -110,6 +112,8 @@ def _examine(
     context: StageContext, trainer: ThoughtsTrainer, policy: Policy, requests: list[EpisodeRequest]
 ) -> ThoughtVerdict:
     """Controls on the requested held-out episodes."""
+    from rl_core.thoughts.controls import measure_gains
+
     settings: ThoughtsSettings = context.settings
     examine = functools.partial(
         measure_gains,

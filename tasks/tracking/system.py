@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import psutil
-import torch
 
 __all__ = ["SystemMonitor", "sample"]
 
@@ -30,13 +31,22 @@ def sample(process: psutil.Process, folder: Path) -> dict[str, float]:
         "system/disk_usage_percentage": disk.percent,
         "system/disk_available_megabytes": disk.free / MEBIBYTE,
     }
-    if torch.cuda.is_available():
+    torch = _torch()
+    if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            metrics.update(_memory(index) | _utilization(index))
+            metrics.update(_memory(torch, index) | _utilization(torch, index))
     return metrics
 
 
-def _memory(index: int) -> dict[str, float]:
+def _torch() -> ModuleType | None:
+    """torch where a stage has loaded it: a run of which everything is cached needs no GPU, and no seconds for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or getattr(torch.__spec__, "_initializing", False):  # another thread is importing it
+        return None
+    return torch
+
+
+def _memory(torch: ModuleType, index: int) -> dict[str, float]:
     """Memory of a GPU; without a CUDA context, which a look must not create, as the driver's library tells it."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(index)
@@ -51,7 +61,7 @@ def _memory(index: int) -> dict[str, float]:
         return {}
 
 
-def _utilization(index: int) -> dict[str, float]:
+def _utilization(torch: ModuleType, index: int) -> dict[str, float]:
     try:
         return {
             f"system/gpu_{index}_utilization_percentage": float(torch.cuda.utilization(index)),

@@ -173,7 +173,7 @@ class LaggedBackend:
     """Samples from the weights of `lag` iterations ago, from a copy of the model."""
 
     def __init__(self, bench: Bench, lag: int) -> None:
-        from tasks.stages.loading import Policy
+        from rl_core.api.policy import Policy
 
         policy = bench.policy
         self._live = policy.model

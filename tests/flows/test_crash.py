@@ -10,7 +10,7 @@ from crash.servers import environment
 from crash.trials import Bench, chains
 
 from flows import parameters
-from flows.runtime import prefect_access, prefect_home
+from flows.runtime import embedded_server, prefect_access
 from rl_core.storage import faults
 from rl_core.storage.faults import POINTS
 
@@ -75,10 +75,14 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
     monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": declared})
     assert parameters.read_settings(declared, None).name == "mine"
 
-    from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
-    monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
+    class Started:
+        def wait(self, limit): ...
+        def stop(self): ...
+
+    monkeypatch.setattr(embedded_server, "_Server", Started)
     with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
-        prefect_home.start_embedded_server()
+        embedded_server.start_embedded_server()
+        embedded_server.stop_embedded_server()
     assert reached() >= listed("own server", "up", "deployment")

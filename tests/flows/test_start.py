@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from rich.console import Console
 
-from flows.runtime import prefect_home
+from flows.runtime import embedded_server
 from flows.runtime.progress import Display
 from flows.runtime.stopping import Terminated
 from rl_core.errors import BackendError
@@ -25,26 +25,25 @@ from rl_core.errors import BackendError
     ],
 )
 def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said):
-    from prefect.server.api import server
     from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
     done = []
 
     class Stuck:
-        def start(self):
-            done.append("start")
+        def wait(self, limit):
+            done.append("wait")
             raise error
 
         def stop(self):
             done.append("stop")
 
-    monkeypatch.setattr(server, "SubprocessASGIServer", Stuck)
+    monkeypatch.setattr(embedded_server, "_Server", Stuck)
     with (
         temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}),
         pytest.raises(said) as caught,
     ):
-        prefect_home.start_embedded_server()
-    assert done == ["start", "stop"]
+        embedded_server.start_embedded_server()
+    assert done == ["wait", "stop"] and embedded_server._server is None
     if said is BackendError:
         assert str(caught.value).startswith("Prefect's embedded server did not start")
         assert str(error) in str(caught.value) and "PREFECT_API_URL=" in str(caught.value)
@@ -54,7 +53,7 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
 def test_what_a_run_started_ends_with_it_even_after_kill_9():
     script = (
         "import subprocess, time\n"
-        "from flows.runtime.prefect_home import own_session\n"
+        "from flows.runtime.embedded_server import own_session\n"
         "print(own_session()(['sleep', '600']).pid, flush=True)\n"
         "time.sleep(600)\n"
     )

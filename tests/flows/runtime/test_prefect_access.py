@@ -131,10 +131,12 @@ def test_the_pages_of_ui_are_started_with_it(tmp_path, monkeypatch):
 
 EMBEDDED = """
 import json, urllib.error, urllib.request
-from flows.runtime.prefect_home import prefect_defaults, start_embedded_server
+import sys
+from flows.runtime import embedded_server
+from flows.runtime.prefect_home import prefect_defaults
 
 def answer(path, **headers):
-    request = urllib.request.Request(server.api_url + path, headers=headers)
+    request = urllib.request.Request(embedded_server._server.url + path, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status
@@ -142,15 +144,18 @@ def answer(path, **headers):
         return error.code
 
 with prefect_defaults():
-    start_embedded_server()
+    embedded_server.start_embedded_server()
+    embedded_server.start_embedded_server()  # it runs already
     from prefect.client.orchestration import get_client
-    from prefect.server.api.server import SubprocessASGIServer
-    server = SubprocessASGIServer()
-    with get_client(sync_client=True) as client:
+    with embedded_server.embedded_address(), get_client(sync_client=True) as client:
         mine = len(client.read_flows())
+        assert embedded_server.other_address() == ""
+    assert "prefect.server.api.server" not in sys.modules, "seconds of every start"
     found = [answer("/health"), answer("/admin/version"), answer("/health", Origin="http://evil.example"),
              answer("/health", Host="evil.example")]
-    server.stop()
+    process = embedded_server._server.process
+    embedded_server.stop_embedded_server()
+    assert process.poll() is not None and embedded_server._server is None
 print(json.dumps([mine, *found]))
 """
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from flows.runtime import prefect_home
+from flows.runtime import embedded_server, prefect_home
 from rl_core.errors import BackendError
 
 SCRIPT = """
@@ -43,9 +43,9 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
     with pytest.raises(BackendError, match=r"No space left on device for Prefect's database: 2\.0 MB are free"):
-        prefect_home._refuse_full_disk(tmp_path)
+        embedded_server._refuse_full_disk(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
-    assert prefect_home._refuse_full_disk(tmp_path) is None
+    assert embedded_server._refuse_full_disk(tmp_path) is None
 
 
 def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_user_s_code(monkeypatch):

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from helpers.chat_templates import HERMES, OPENS_AND_STRIPS, family
 from transformers import AutoTokenizer
 
@@ -174,7 +175,7 @@ def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
 
 
 def test_processes_only_where_there_is_enough_text(monkeypatch):
-    monkeypatch.setattr(tokenising.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     megabyte = 2**20
     assert [processes_for(size * megabyte) for size in (0, 31, 32, 48, 1000)] == [1, 1, 2, 3, 4]
 

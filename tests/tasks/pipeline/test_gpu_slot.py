@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tasks.pipeline import gpu_slot
 
@@ -30,7 +31,7 @@ def test_a_slot_is_held_where_there_are_gpus_and_a_limit(monkeypatch, stage, lim
         holding.remove(name)
 
     monkeypatch.setattr(gpu_slot, "concurrency", concurrency)
-    monkeypatch.setattr(gpu_slot.torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setenv("POSTTRAIN_GPU_LIMIT", limit)
     with gpu_slot.gpu_slot(stage):
         seen += holding

@@ -5,22 +5,29 @@ import torch
 
 from rl_core.cpu import waiting
 from tasks.pipeline import threads
-from tasks.pipeline.threads import THREADS, choose_threads, note_threads, recorded_threads, torch_threads
+from tasks.pipeline.threads import (
+    THREADS,
+    choose_threads,
+    note_threads,
+    own_threads,
+    recorded_threads,
+    torch_threads,
+)
 
 
 @pytest.fixture(autouse=True)
 def unchanged():
     """The number that torch began with is remembered for the whole process: not that of these tests."""
-    threads._by_torch.cache_clear()
+    threads.own_threads.cache_clear()
     yield
-    threads._by_torch.cache_clear()
+    threads.own_threads.cache_clear()
 
 
 def test_null_is_torch_s_own_number_whatever_an_earlier_run_had_set(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    assert choose_threads(None, None) == (6, "")
+    assert (choose_threads(None, None), own_threads()) == ((None, ""), 6)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as the run before left it
-    assert choose_threads(None, 5) == (6, "")
+    assert (choose_threads(None, 5), own_threads()) == ((None, ""), 6)
     assert choose_threads(4, 5) == (4, "")
 
 

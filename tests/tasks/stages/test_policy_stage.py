@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 from helpers.policy_stage import PARTS, context_of, save_base
 
+from rl_core.api.recipes import policy_gradient as recipes
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
+from rl_core.references import pool
 from rl_core.rewards.contribution import Contribution
 from rl_core.settings import LoraSettings, ModelSettings
 from tasks.pipeline.stage import REWARD_RECORD
@@ -136,7 +138,7 @@ def test_an_interrupted_stage_keeps_checkpoints_and_record(tmp_path):
 def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp_path, monkeypatch):
     """Without LoRA a copy through the cache, with it no second model at all."""
     handed, asked = [], []
-    models = policy.frozen_models()
+    models = pool.frozen_models()
 
     def get(path, model, **options):
         asked.append((path, model.lora, options))
@@ -149,8 +151,8 @@ def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp
         handed.append((loaded.model, reference))
         raise Enough
 
-    monkeypatch.setattr(policy, "frozen_models", lambda: SimpleNamespace(get=get))
-    monkeypatch.setattr(policy, "policy_gradient", recipe)
+    monkeypatch.setattr(pool, "frozen_models", lambda: SimpleNamespace(get=get))
+    monkeypatch.setattr(recipes, "policy_gradient", recipe)
     plain = context_of(base, tmp_path / "plain", kl_coef=0.1)
     lora = dataclasses.replace(plain.pipeline.model, lora=LoraSettings(rank=2))
     adapted = context_of(base, tmp_path / "adapted", kl_coef=0.1)

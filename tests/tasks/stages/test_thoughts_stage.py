@@ -13,6 +13,7 @@ from rl_core.errors import CheckFailed, SettingsError
 from rl_core.models import causal_lm
 from rl_core.rollouts.heldout_requests import heldout_requests
 from rl_core.settings import EvaluationSettings, ModelSettings, SamplingSettings, ThoughtsSettings
+from rl_core.thoughts import controls
 from tasks.config import from_dict
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext
 from tasks.stages import thoughts
@@ -89,7 +90,7 @@ GAINS = {
 
 
 def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: GAINS)
+    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
     context = context_of(base, tmp_path)
     summary = thoughts._body(context)
     assert summary["genuine"] is True and summary["iterations"] == 2
@@ -114,7 +115,7 @@ def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
 
 
 def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: GAINS)
+    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
     settings = dataclasses.replace(SETTINGS, learning_rate=1e-2, warmup_steps=0, answer_coef=1.0)
     thoughts._body(context_of(base, tmp_path, settings, lora={"rank": 4}))
     before, _ = causal_lm.load(base, ModelSettings(device="cpu"))
@@ -146,7 +147,7 @@ def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(
 
 def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):
     found = {**GAINS, "filler": GAINS["own"]}  # filler helps as much: it was the length
-    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: found)
+    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: found)
     settings = dataclasses.replace(SETTINGS, require_genuine=True)
     context = context_of(base, tmp_path / "strict", settings)
     with pytest.raises(CheckFailed, match=r"filler \+1\.00 .*filler thoughts do not lose for sure"):

@@ -1,0 +1,188 @@
+"""Prefect's embedded server of a run: started in its own session, and named to Prefect's client by its address.
+
+Prefect would start it by itself, in our process group, and import the whole server here for that (about a fifth of the
+time that a run of which everything is cached takes).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.runtime import prefect_access
+from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
+from rl_core.storage.single_files import REMEDIES
+
+__all__ = ["embedded_address", "other_address", "own_session", "start_embedded_server", "stop_embedded_server"]
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+LEAST_BYTES = 5_000_000  # of Prefect's database and its log
+PORT_TAKEN = 3  # exit code of uvicorn
+# Prefect's own marks of a server that a client started: no pages, no services that only a shared server needs
+_EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+
+
+class _Server:
+    """The server's process and its port."""
+
+    def __init__(self) -> None:
+        self.port = _free_port()
+        self.process = self._start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
+    def _start(self) -> subprocess.Popen[Any]:
+        """The server behind our check of hosts and origins, from wherever this project is imported."""
+        import prefect
+        from prefect.settings import get_current_settings
+
+        given = get_current_settings().to_environment_variables(exclude_unset=True)
+        environment = {**os.environ, **_EMBEDDED, **given}
+        environment["PYTHONPATH"] = prefect_access.own_path(environment)
+        return own_session()(
+            [
+                sys.executable, "-m", "uvicorn", "--app-dir", str(Path(str(prefect.__file__)).parent.parent),
+                "--factory", f"{prefect_access.__name__}:create_app", "--host", "127.0.0.1", "--port", str(self.port),
+                "--log-level", "error", "--lifespan", "on",
+            ],
+            env=environment,
+        )  # fmt: skip
+
+    def wait(self, limit: float) -> None:
+        """Wait until the server answers. Raises: RuntimeError."""
+        import httpx
+
+        end = time.monotonic() + limit
+        with httpx.Client(trust_env=False) as client:  # no proxy stands between us
+            while time.monotonic() < end:
+                code = self.process.poll()
+                if code == PORT_TAKEN:
+                    self.port = _free_port()
+                    self.process = self._start()
+                elif code is not None:
+                    raise RuntimeError(f"The server exited with code {code}.")
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                time.sleep(0.1)
+        raise RuntimeError("It does not answer.")
+
+    def stop(self) -> None:
+        """End the server."""
+        self.process.terminate()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_server: _Server | None = None  # of this process, for all its runs
+
+
+def start_embedded_server() -> None:
+    """Start the server, unless it runs or another one is configured; see `embedded_address`.
+
+    In its own session it lives until we end, and on Linux no longer, even if we are killed; Ctrl-C does not reach it,
+    so that the run can still report that it was stopped.
+    Raises: BackendError if it does not answer in time.
+    """
+    global _server
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url is not None or not settings.server.ephemeral.enabled:
+        return
+    if _server is not None and _server.process.poll() is None:
+        return
+    _refuse_full_disk(settings.home)
+    fault("prefect.starting")
+    limit = settings.server.ephemeral.startup_timeout_seconds
+    server = _Server()
+    try:
+        server.wait(limit)
+        fault("prefect.started")
+    except KeyboardInterrupt:  # or SIGTERM
+        server.stop()
+        raise
+    except Exception as error:  # RuntimeError, or any client error while the server is starting
+        server.stop()
+        raise BackendError(
+            f"Prefect's embedded server did not start within about {limit} s: {error} Is this machine very busy? Try "
+            "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
+            "runs already: PREFECT_API_URL=http://127.0.0.1:4200/api"
+        ) from error
+    _server = server
+    atexit.register(stop_embedded_server)
+
+
+def stop_embedded_server() -> None:
+    """End the server that this process has started; also done when the process ends."""
+    global _server
+    if _server is not None:
+        _server.stop()
+        _server = None
+        atexit.unregister(stop_embedded_server)
+
+
+@contextlib.contextmanager
+def embedded_address() -> Iterator[None]:
+    """Prefect's setting of the API's address within: that of the started server, if there is one."""
+    from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+    if _server is None or get_current_settings().api.url is not None:
+        yield
+        return
+    with temporary_settings({PREFECT_API_URL: _server.url}):
+        yield
+
+
+def other_address() -> str:
+    """Address of the API that Prefect's client uses; "" where that is the embedded server, which ends with the run."""
+    from prefect.settings import get_current_settings
+
+    url = get_current_settings().api.url or ""
+    return "" if _server is not None and url == _server.url else url
+
+
+def own_session() -> Callable[..., subprocess.Popen[Any]]:
+    """`Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
+        return functools.partial(subprocess.Popen, start_new_session=True)
+    return functools.partial(
+        subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    )
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as tried:
+        tried.bind(("127.0.0.1", 0))
+        port: int = tried.getsockname()[1]
+        return port
+
+
+def _refuse_full_disk(home: Path) -> None:
+    """Refuse at once where the server could not write its database, for which it would be waited in vain."""
+    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_BYTES:
+        raise BackendError(
+            f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "
+            f"{LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"
+        )
