@@ -14,22 +14,22 @@ from rl_core.inference.decoder import Decoder
 from rl_core.inference.sampling import RolloutSequence
 from rl_core.memory import MemoryFit
 
-__all__ = ["Prompt", "PromptCache", "prompt_of"]
+__all__ = ["AdaptedPrompt", "PromptCache", "prompt_of"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
 
 
-class Prompt(NamedTuple):
+class AdaptedPrompt(NamedTuple):
     """Tokens and the adapter that reads them."""
 
     ids: tuple[int, ...]
     adapter: int = -1  # below 0 = none
 
 
-def prompt_of(sequence: RolloutSequence) -> Prompt:
+def prompt_of(sequence: RolloutSequence) -> AdaptedPrompt:
     """Prompt of a sequence, with its adapter."""
-    return Prompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
+    return AdaptedPrompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
 
 
 class PromptCache:
@@ -38,10 +38,10 @@ class PromptCache:
     def __init__(self, decoder: Decoder, queue: deque[RolloutSequence], pad_id: int, advice: str) -> None:
         """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
         self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
-        self._prefilled: dict[Prompt, tuple[torch.Tensor, int]] = {}  # -> (keys and values, row)
+        self._prefilled: dict[AdaptedPrompt, tuple[torch.Tensor, int]] = {}  # -> (keys and values, row)
         self._waiting = Counter(map(prompt_of, queue))  # sequences that have not begun
 
-    def fill(self, slots: Sequence[int], prompts: Sequence[Prompt]) -> None:
+    def fill(self, slots: Sequence[int], prompts: Sequence[AdaptedPrompt]) -> None:
         """Copy all but the last token of each prompt into its slot."""
         self._prefill(prompts)
         by_batch: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
@@ -60,7 +60,7 @@ class PromptCache:
         slots, rows = (torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True))
         self._decoder.fill(slots, kv, rows)
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> None:
+    def _prefill(self, prompts: Sequence[AdaptedPrompt]) -> None:
         """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
         missing = [p for p in dict.fromkeys(prompts) if len(p.ids) > 1 and p not in self._prefilled]
         if not missing:
@@ -74,13 +74,13 @@ class PromptCache:
             if total > _LOOKAHEAD_TOKENS:
                 break
             wanted[prompt] = None
-        by_adapter: dict[int, list[Prompt]] = {}
+        by_adapter: dict[int, list[AdaptedPrompt]] = {}
         for prompt in wanted:
             by_adapter.setdefault(prompt.adapter, []).append(prompt)
         for adapter, some in by_adapter.items():
             self._prefill_all(some, adapter)
 
-    def _prefill_all(self, missing: Sequence[Prompt], adapter: int) -> None:
+    def _prefill_all(self, missing: Sequence[AdaptedPrompt], adapter: int) -> None:
         """Prefill prompts of one adapter, in batches."""
         lengths = [len(prompt.ids) - 1 for prompt in missing]
 

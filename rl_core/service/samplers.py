@@ -27,7 +27,7 @@ from rl_core.service.saved_weights import adapter_in, sampling_weights
 from rl_core.service.served_base import ServedBase
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Job", "Published", "Sampler", "Weights", "sample_all"]
+__all__ = ["Published", "SampleJob", "Sampler", "Weights", "sample_all"]
 
 NO_LOGPROB = -99999.0  # of a place without a token, as clients expect it
 _ANY_TEXT = ("\0",)  # makes the engine ask a sequence whether it has ended
@@ -99,7 +99,7 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class Job:
+class SampleJob:
     """A checked request of a sampler, and its sequences."""
 
     sampler: Sampler
@@ -117,13 +117,13 @@ class Job:
         )  # fmt: skip
 
 
-def sample_all(jobs: Sequence[Job], slots: int) -> list[SampleResult | Exception]:
+def sample_all(jobs: Sequence[SampleJob], slots: int) -> list[SampleResult | Exception]:
     """Answers to requests, in order; a request's do not depend on the others.
 
     Args:
         slots: sequences decoded together.
     """
-    groups: dict[tuple[str, str], list[Job]] = {}
+    groups: dict[tuple[str, str], list[SampleJob]] = {}
     for job in jobs:
         base = job.sampler.base
         joint = job.sampler.weights.adapter is not None and base.samples_adapters.allowed
@@ -135,13 +135,13 @@ def sample_all(jobs: Sequence[Job], slots: int) -> list[SampleResult | Exception
     return [answers[id(job)] for job in jobs]
 
 
-def _answers(jobs: Sequence[Job], slots: int, *, merged: bool) -> Sequence[SampleResult | Exception]:
+def _answers(jobs: Sequence[SampleJob], slots: int, *, merged: bool) -> Sequence[SampleResult | Exception]:
     """Answers of a group; where that fails, of each sampler alone, so that a fault of one stays its own.
 
     Args:
         merged: weights are put in the place of the base's; then all jobs are of one sampler.
     """
-    by_sampler: dict[str, list[Job]] = {}
+    by_sampler: dict[str, list[SampleJob]] = {}
     for job in jobs:
         by_sampler.setdefault(job.sampler.sampler_id, []).append(job)
     try:
@@ -163,7 +163,7 @@ def _answers(jobs: Sequence[Job], slots: int, *, merged: bool) -> Sequence[Sampl
         return [alone[id(job)] for job in jobs]
 
 
-def _adapters(jobs: Sequence[Job]) -> tuple[dict[str, int], list[Mapping[str, LowRank]]]:
+def _adapters(jobs: Sequence[SampleJob]) -> tuple[dict[str, int], list[Mapping[str, LowRank]]]:
     """The number of each sampler's adapter, where it has one, and the adapters."""
     numbers: dict[str, int] = {}
     places: dict[int, int] = {}  # of weights: in-flight samplers share theirs
@@ -179,7 +179,7 @@ def _adapters(jobs: Sequence[Job]) -> tuple[dict[str, int], list[Mapping[str, Lo
     return numbers, adapters
 
 
-def _read(jobs: Sequence[Job]) -> list[SampleResult]:
+def _read(jobs: Sequence[SampleJob]) -> list[SampleResult]:
     """Answers to requests of one sampler that have been played."""
     base = jobs[0].sampler.base
     weights = jobs[0].sampler.weights.merged() if any(job.reads for job in jobs) else {}
@@ -189,7 +189,7 @@ def _read(jobs: Sequence[Job]) -> list[SampleResult]:
 
 
 def _play(
-    jobs: Sequence[Job], slots: int, numbers: Mapping[str, int], adapters: Sequence[Mapping[str, LowRank]]
+    jobs: Sequence[SampleJob], slots: int, numbers: Mapping[str, int], adapters: Sequence[Mapping[str, LowRank]]
 ) -> None:
     """Decode all sequences. numbers: of the adapters, by sampler."""
     base = jobs[0].sampler.base

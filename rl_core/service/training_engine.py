@@ -25,7 +25,7 @@ from rl_core.service.pass_planner import cut, run_jobs
 from rl_core.service.reference_logprobs import with_reference
 from rl_core.service.reference_models import ReferenceModels
 from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
-from rl_core.service.samplers import Job, Published, Sampler, Weights, sample_all
+from rl_core.service.samplers import Published, SampleJob, Sampler, Weights, sample_all
 from rl_core.service.saved_weights import (
     export_model,
     export_peft,
@@ -215,12 +215,12 @@ class TrainingEngine:
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
         """Answers in order; a request's samples depend on its sampler's weights, prompt, parameters and seed alone."""
         answers: dict[int, SampleResult | ServiceError] = {}
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, SampleJob] = {}
         for index, request in enumerate(requests):
             try:
                 sampler = self._sampler(request.sampler_id)
                 prompt = check_sample(request, sampler.base.limits, self.settings)
-                jobs[index] = Job(sampler, request, prompt)
+                jobs[index] = SampleJob(sampler, request, prompt)
             except ServiceError as error:
                 answers[index] = error
         found = sample_all(list(jobs.values()), self.settings.slots)

@@ -21,7 +21,7 @@ B = TypeVar("B", bound=Body)
 DEADLINE = "x-deadline-seconds"  # own header: not begun by then = cancelled
 
 
-class Call(NamedTuple, Generic[B]):
+class JsonCall(NamedTuple, Generic[B]):
     """A request with a JSON body: its server, whose it is, what it says, and the bytes."""
 
     server: Server
@@ -43,11 +43,11 @@ async def whole_payload(server: Server, request: Request) -> bytes:
     return payload.body
 
 
-async def called_with(request: Request, kind: type[B]) -> Call[B]:
+async def called_with(request: Request, kind: type[B]) -> JsonCall[B]:
     """A request with its body as a class. Raises: Refused (401, 413); ServiceError (user)."""
     server, caller = await called(request)
     payload = await whole_payload(server, request)
-    return Call(server, caller, read_body(kind, payload), payload)
+    return JsonCall(server, caller, read_body(kind, payload), payload)
 
 
 async def json_body(server: Server, request: Request, kind: type[B]) -> B:

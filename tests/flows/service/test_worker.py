@@ -301,3 +301,21 @@ def test_updates_of_several_runs_are_one_round_and_a_fault_of_one_is_its_own(sto
         3,
         3,
     ]
+
+
+def test_an_update_that_broke_off_has_not_happened(store, worker, monkeypatch):
+    """The engine fails behind the update (as where memory ends): the run comes back as it was, its gradient too."""
+    ask(store, worker, create("r"), loss("r", 1, random_data(0)))
+    engine = worker._computing._engine
+    before, optim_steps = weights(worker, "r"), engine.optim_steps
+
+    def breaks_off(requests):
+        optim_steps(requests)
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(engine, "optim_steps", breaks_off)
+    (failed,) = ask(store, worker, update("r", 2))
+    assert (failed.state, failed.category) == ("failed", "server") and "no memory left" in failed.error
+    monkeypatch.setattr(engine, "optim_steps", optim_steps)
+    ask(store, worker, loss("r", 3, random_data(1), forward_only=True))  # it is asked for again
+    assert weights(worker, "r") == before and store.run("r").steps == 0

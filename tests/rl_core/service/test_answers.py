@@ -101,6 +101,14 @@ def test_metrics_of_values_and_pairs_by_hand(engine):
     assert pairs.metrics["ranking_loss:mean"] == pytest.approx(np.log1p(np.exp(-margin)).mean(), rel=1e-5)
 
 
+def test_pairs_stay_together_however_small_the_parts_are(engine, base_folder):
+    data = data_for("reward_modeling", rows=6)
+    parts = make_engine(base_folder, micro_batch_tokens=1)
+    new_run(parts, "r")
+    whole, cut = (answer_of(one, "reward_modeling", data) for one in (engine, parts))
+    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-5)
+
+
 def test_soft_targets_are_sums_over_targets(engine):
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, VOCAB, 7)

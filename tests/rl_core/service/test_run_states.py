@@ -78,6 +78,32 @@ def test_an_update_beyond_the_kl_limit_is_refused(base_folder):
         assert (bits(engine.state_dict("r")) == bits(before)) == bool(refused)
 
 
+def test_loading_forgets_a_gradient_that_was_saved_in_the_middle(base_folder, tmp_path):
+    engine = make_engine(base_folder)
+    new_run(engine, "r")
+    work(engine, "r", [0])
+    engine.forward_backward(requests("r", 2))
+    engine.save_weights("r", tmp_path / "state")
+    assert engine.state_dict("r")["gradient"]
+    engine.load_weights("r", tmp_path / "state", optimizer=True)
+    assert engine.state_dict("r")["gradient"] == {} and engine.model_info("r").steps == 1
+
+
+def test_the_kl_limit_is_the_limit(base_folder):
+    """A step is refused just below the KL that it makes, and taken just above."""
+    engine = make_engine(base_folder)
+    new_run(engine, "r")
+    data = random_data(1, policy=True)
+
+    def step(limit):
+        options = {"kl_max": limit, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
+        engine.forward_backward([loss_request("r", data, "conservative_ppo", loss_fn_config=options)])
+        return engine.optim_step(step_request("r", 0.01)).metrics
+
+    kl = step(1e-9)["kl_after:max"]
+    assert step(0.99 * kl)["refused:mean"] == 1 and step(1.01 * kl)["refused:mean"] == 0
+
+
 def test_adapters_start_as_the_base_and_differ_by_seed(base_folder):
     engine = make_engine(base_folder)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -37,15 +37,17 @@ def engine_with(folder, names, **settings):
 
 
 def requests_of(names):
-    """Mixed lengths and parameters, equal prompts among them; some stop at texts, some draw from few tokens."""
+    """Mixed lengths and parameters, equal prompts among them; some end early, some draw from few tokens."""
     found = []
     for number, name in enumerate([*names, *names]):
         prompt = np.array([5, 9, 23, 4] if number % 2 else [7, 8 + number, 11, 30, 12, 3])
-        kind = {0: {}, 1: {"top_k": 7}, 2: {"stop": ("a",)}}[number // len(names) + number % 2]
+        kind = {0: {"stop": tuple(range(2, 16))}, 1: {"top_k": 7}, 2: {"stop": ("a",)}}[
+            number // len(names) + number % 2
+        ]
         parameters = SampleParameters(**{"max_tokens": 9, "stop": (), "temperature": 0.8, **kind})
         found.append(
             SampleRequest(
-                sampler_id=name, prompt=prompt, seed=number, num_samples=3, parameters=parameters,
+                sampler_id=name, prompt=prompt, seed=number, num_samples=4, parameters=parameters,
                 prompt_logprobs=number % 3 == 0,
             )
         )  # fmt: skip
@@ -71,7 +73,7 @@ def test_a_sampler_in_a_batch_is_the_sampler_alone(base_folder, tmp_path, thread
         together = engine_with(base_folder, names, slots=7)
         requests = requests_of(names)
         answers = together.sample(requests)
-        assert played == [9, 12, 9]  # one for each kind of parameters
+        assert played == [12, 16, 12]  # one for each kind of parameters
         seen = set()
         for name in names:
             mine = [index for index, request in enumerate(requests) if request.sampler_id == name]
