@@ -1,4 +1,4 @@
-"""ModelEvaluation of models against numpy in float64, its samples, its refusals; reference models of the pool."""
+"""Evaluation of models against numpy in float64, its samples, its refusals; reference models of the pool."""
 
 import math
 
