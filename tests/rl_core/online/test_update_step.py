@@ -159,6 +159,27 @@ def test_losses_against_numpy(tmp_path, temperature):
     assert report.error == pytest.approx(math.sqrt((4 / 9 + 2 / 9 + 0.5) / 5))
 
 
+def test_it_learns_what_is_rewarded(tmp_path):
+    """Three answers of one token each to one prompt, the second is right."""
+    made = learner(tmp_path)
+
+    def distribution():
+        (batch,) = make_batches([TrainRow([1, 2], [3], [True])], 100, PAD)
+        with torch.no_grad():
+            return vocabulary_logprobs(made.model, batch)[0]
+
+    before, whole = distribution(), experience("r1")
+    rollouts = [
+        dataclasses.replace(one, completion_ids=[3 + i], loss_mask=[True], sampler_logprobs=[float(before[3 + i])])
+        for i, one in enumerate(whole.rollouts)
+    ]
+    group = item(dataclasses.replace(whole, rollouts=tuple(rollouts)), [0.0, 1.0, 0.0])
+    for number in range(1, 11):
+        assert made.update(task(group, number=number, learning_rate=2e-3)).refused == ""
+    moved = distribution() - before
+    assert moved[4] > 0.1 and moved[3] < 0 and moved[5] < 0
+
+
 def test_micro_batches_change_nothing(tmp_path):
     reports = []
     for tokens in (4, 4096):
