@@ -37,8 +37,8 @@ from flows.cli.pipeline_commands import (
     why,
 )  # fmt: skip
 from flows.cli.review_commands import analyze, approve, compare, evaluate, gc, promote, replay, runs, sync
+from flows.cli.serve_command import serve
 from flows.cli.service_commands import doctor, down, monitor, status, ui, up
-from flows.cli.serving import serve
 from flows.cli.training_service import service
 from flows.cli.visible import visible
 from flows.runtime import outlived, stopping

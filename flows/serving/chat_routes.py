@@ -36,11 +36,11 @@ from rl_core.inference.served_requests import (
 )
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Asked", "chat_completions", "refusal_of", "whole_body"]
+__all__ = ["CheckedChat", "chat_completions", "refusal_of", "whole_body"]
 
 
 @dataclass(slots=True)
-class Asked:
+class CheckedChat:
     """A request for answers that was checked."""
 
     body: ChatBody
@@ -93,7 +93,7 @@ def _told_usage(body: ChatBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _submitted(answering: Answering, asked: Asked) -> Pending:
+def _submitted(answering: Answering, asked: CheckedChat) -> Pending:
     try:
         return answering.submit(asked.requests, bool(asked.body.stream))
     except PosttrainError as error:
@@ -117,7 +117,7 @@ def refusal_of(error: BaseException) -> RefusedRequest:
 # -- from a body to requests -------------------------------------------------------------------------------------------
 
 
-async def _asked(server: ChatServer, body: ChatBody, began: float) -> Asked:
+async def _asked(server: ChatServer, body: ChatBody, began: float) -> CheckedChat:
     """The checked request. Raises: RefusedRequest (422)."""
     _, prompts = server.ready()
     count = body.n or 1
@@ -142,7 +142,7 @@ async def _asked(server: ChatServer, body: ChatBody, began: float) -> Asked:
     else:
         stops = stop_test(prompts.renderer.action_text, body.stops)
         sequences = [AnswerSequence(ids, sequence_seed("chat", seed, index), stops) for index in range(count)]
-    return Asked(body, form, _requests(server, body, sequences, began), began)
+    return CheckedChat(body, form, _requests(server, body, sequences, began), began)
 
 
 def _requests(
@@ -202,7 +202,7 @@ async def _sessions(server: ChatServer, body: ChatBody, seed: int, count: int) -
 # -- from answers to a response ----------------------------------------------------------------------------------------
 
 
-async def _whole(server: ChatServer, request: Request, asked: Asked, pending: Pending) -> Response:
+async def _whole(server: ChatServer, request: Request, asked: CheckedChat, pending: Pending) -> Response:
     """The response once every choice has ended; a client that is gone frees its slots."""
     assert server.answering is not None
     watch = asyncio.ensure_future(gone(request.receive))
@@ -242,7 +242,7 @@ def _close(requests: Sequence[ServedRequest]) -> None:
             request.sequence.close()
 
 
-def _recorded(server: ChatServer, asked: Asked, reads: Sequence[ReadAnswer]) -> None:
+def _recorded(server: ChatServer, asked: CheckedChat, reads: Sequence[ReadAnswer]) -> None:
     """Hand answers to their taker."""
     if server.answers is None:
         return
@@ -258,7 +258,7 @@ def _recorded(server: ChatServer, asked: Asked, reads: Sequence[ReadAnswer]) -> 
         ))  # fmt: skip
 
 
-def _played(server: ChatServer, asked: Asked) -> dict[str, Any]:
+def _played(server: ChatServer, asked: CheckedChat) -> dict[str, Any]:
     """The body of a response about episodes. Raises: RefusedRequest (500) where an environment failed."""
     choices = []
     sampled = 0

@@ -8,8 +8,8 @@ import pytest
 from helpers.serving import make_folder_of_model, running_server
 
 from flows.cli.parser import build_parser
+from flows.cli.serve_command import serving_of
 from flows.cli.service_commands import _to_serve
-from flows.cli.serving import serving_of
 from flows.operations.database import Databases
 from flows.operations.services import services
 from flows.operations.state import Options
