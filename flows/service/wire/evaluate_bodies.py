@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from flows.service.wire.bodies import Body, Finite, Id, Text, read_body
+from flows.service.wire.json_body import Body, Finite, Id, Text, read_body
 from rl_core.service.evaluation_requests import EvaluateRequest
 from rl_core.service.requests import SampleParameters
 
