@@ -44,11 +44,11 @@ def settings(update=None, **options):
     return OnlineSettings(update=OnlineUpdateSettings(**update), **options)
 
 
-def answered(number, *, version=0, seed=0, callers=3):
+def answered(number, *, version=0, seed=0, callers=3, singles=False):
     """A request whose three samples are drawn from `seed` and its number alone."""
     rng = np.random.default_rng([seed, number])
     rollouts = []
-    for sample in range(3):
+    for sample in range(1 if singles and number % 4 == 1 else 3):
         tokens = rng.integers(3, VOCABULARY, size=int(rng.integers(1, 5))).tolist()
         answer = "a" if tokens[0] < 8 else "b"
         trajectory = Trajectory(
