@@ -26,7 +26,7 @@ from rl_core.service.evaluation_answers import (
 from rl_core.service.evaluation_requests import EvaluateRequest, checked_rows
 from rl_core.service.input_checks import ModelLimits, check_sample
 from rl_core.service.requests import SampleRequest
-from rl_core.service.samplers import Sampler, sample_all
+from rl_core.service.samplers import SampleJob, Sampler, sample_all
 from rl_core.service.served_base import ServedBase
 from rl_core.service.text_scores import LogitReader, TextSums, score_texts
 from rl_core.settings import ServiceEngineSettings
@@ -180,9 +180,12 @@ def _sampled(
         )
         for index, prompt in enumerate(prompts)
     ]  # fmt: skip
-    rows = [check_sample(one, sampler.base.limits, settings) for one in asked]
-    found = sample_all(sampler, asked, rows, settings.slots)
-    numbers = [_of_prompt(sampler.base, result.sequences) for result in found]
+    jobs = [SampleJob(sampler, one, check_sample(one, sampler.base.limits, settings)) for one in asked]
+    numbers = []
+    for answer in sample_all(jobs, settings.slots):
+        if isinstance(answer, Exception):
+            raise answer
+        numbers.append(_of_prompt(sampler.base, answer.sequences))
     return {name: np.array([one[name] for one in numbers]) for name in numbers[0]}
 
 

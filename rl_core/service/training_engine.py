@@ -32,7 +32,6 @@ from rl_core.service.saved_weights import (
     read_state,
     request_of,
     sampling_state,
-    sampling_weights,
     write_state,
 )
 from rl_core.service.served_base import ServedBase
@@ -248,9 +247,10 @@ class TrainingEngine:
         if name in request.folders:
             state = sampling_state(self._read(request.folders[name]))
             base = self._base(state["run"]["base"])
-            weights: Mapping[str, Any] = sampling_weights(base, state)
+            source = Weights(base, state)
         elif name in self.settings.bases:
-            base, weights = self._base(name), {}
+            base = self._base(name)
+            source = Weights(base)
         elif name in self.references.names and beside is not None:
             reader = self.references.reader(name)
             return EvaluatedModel(name, beside, self.references.limits(name, beside), reader, None)
@@ -260,8 +260,7 @@ class TrainingEngine:
                 f"evaluate: there is no {'base or reference' if beside is not None else 'base'} model '{name[:200]}'; "
                 f"{nearest(name, known)}", "user",
             )  # fmt: skip
-        sampler = Sampler(name, base, lambda: weights)
-        return EvaluatedModel(name, base, base.limits, SavedReader(base, weights), sampler)
+        return EvaluatedModel(name, base, base.limits, SavedReader(base, source.merged()), Sampler(name, base, source))
 
     # -- looking up ----------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from flows.service.http.promises import accept, whole_payload
 from flows.service.http.refusals import Refused
 from flows.service.http.training_routes import readable_checkpoint
 from flows.service.store import ApiKey, SeqReused
-from flows.service.wire.json_body import read_body
 from flows.service.wire.evaluate_bodies import EvaluateBody
+from flows.service.wire.json_body import read_body
 from flows.service.wire.tinker_paths import is_path
 from rl_core.errors import nearest
 from rl_core.service.evaluation_answers import ModelEvaluation

@@ -311,7 +311,7 @@ def killed_at(point, tracking, request):
 
 
 def approved(tracking, name):
-    """Whether the version is champion and says who approved it."""
+    """True = the version is champion and says who approved it."""
     found = tags(tracking, name)
     assert tracking.versions(name)[1].aliases == ("champion",)  # challenger no more
     return (found["approval.state"], found["approval.by"], found["approval.note"]) == ("approved", "ada", "fine")
