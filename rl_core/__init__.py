@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         ServiceEngineSettings,
         ServiceServerSettings,
         ServiceSettings,
+        ServingSettings,
         ServiceWorkerSettings,
         Settings,
         SFTSettings,
@@ -194,6 +195,7 @@ __all__ = [
     "ServiceError",
     "ServiceServerSettings",
     "ServiceSettings",
+    "ServingSettings",
     "ServiceWorkerSettings",
     "SettingsError",
     "StageTimeout",
@@ -288,7 +290,7 @@ _HOME = {
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineSettings OnlineUpdateSettings VotingSettings "
-        "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings Settings "
+        "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",

@@ -75,8 +75,8 @@ def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
     assert names[:10] == ["init", "convert", "data", "run", "sweep", "retrain", "validate", "stage", "why", "profile"]
     assert names[10:15] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[15:23] == ["up", "down", "status", "service", "online", "ui", "monitor", "runs"]
-    assert names[23:] == ["compare", "replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names[15:24] == ["up", "down", "status", "serve", "service", "online", "ui", "monitor", "runs"]
+    assert names[24:] == ["compare", "replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
