@@ -48,7 +48,9 @@ def test_entry_point_and_parameters_fit(name):
     assert deployment["work_pool"]["name"] == "posttrain"
 
 
-@pytest.mark.parametrize("name", DEPLOYMENTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "demo" else pytest.param(name, marks=pytest.mark.slow) for name in DEPLOYMENTS]
+)
 def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
     from prefect.utilities.schema_tools.validation import ValidationError
 
