@@ -25,8 +25,8 @@ setup: $(STAMP)  ## virtual environment with pinned dependencies, editable insta
 demo: $(STAMP)  ## run the main job: configs/demo.yaml
 	$(BIN)/posttrain run configs/demo.yaml
 
-test: $(STAMP)  ## the test suite (about 12 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'
+test: $(STAMP)  ## the test suite (12 to 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
