@@ -7,13 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import SettingsError
+from flows.runtime.settings_files import model_place, read_settings_file
 from rl_core.settings import ServiceSettings
-from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import read
-from tasks.config.yaml_loader import read_yaml
-from tasks.shipped import find_config
 
 __all__ = ["load_service_settings", "service_settings"]
 
@@ -24,16 +21,8 @@ def load_service_settings(path: str | Path, overrides: Iterable[str] = ()) -> Se
 
     Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
     """
-    path = find_config(path)
-    document = read_yaml(path)
-    places = KeyLocations(str(path), lines=document.lines)
-    problems = document.problems + apply_overrides(document.data, overrides, places)
-    settings, found = read(ServiceSettings, document.data)
-    known = {problem.key for problem in problems}
-    problems = problems + [problem for problem in found if problem.key not in known]
-    if problems or settings is None:
-        raise ConfigError(problems, places)
-    return _with_places(settings, path.parent)
+    settings, folder = read_settings_file(ServiceSettings, path, overrides)
+    return _with_places(settings, folder)
 
 
 def service_settings(values: Mapping[str, Any]) -> ServiceSettings:
@@ -54,10 +43,4 @@ def _with_places(settings: ServiceSettings, folder: Path) -> ServiceSettings:
 
 def _places(key: str, named: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Model folders as absolute paths. Raises: SettingsError."""
-    found = {}
-    for name, place in named.items():
-        path = next((path for path in (Path(place), folder / place) if path.is_dir()), None)
-        if path is None and (place.startswith((".", "/", "~")) or place.count("/") > 1):
-            raise SettingsError(f"{key}.{name}: {place} is no folder")
-        found[name] = place if path is None else str(path.resolve())
-    return found
+    return {name: model_place(f"{key}.{name}", place, folder) for name, place in named.items()}
