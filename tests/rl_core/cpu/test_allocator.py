@@ -12,7 +12,8 @@ from rl_core.cpu.allocator import Arena, pages
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 
-# Page faults of 10 tensors of 64 MiB, before and after the allocator is told to keep what is freed.
+# Page faults of 10 tensors of 64 MiB, before and after the allocator is told to keep what is freed. The least of four
+# counts: an object that lands behind a freed tensor makes the heap grow once more, now and then.
 PROGRAM = """
 import resource
 import torch
@@ -23,7 +24,7 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10): torch.zeros(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults(), keep_freed_memory(), faults())
+print(faults(), keep_freed_memory(), min(faults() for _ in range(4)))
 """
 
 
