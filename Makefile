@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
+# The tests start hundreds of processes: without compiled modules on the disk each would compile its imports again (12 s).
+export PYTHONDONTWRITEBYTECODE :=
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/json_records.py
