@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.runtime.approval_commands import answer_commands
 from rl_core.errors import DataError, SettingsError, nearest
-from tasks.lifecycle.approval import ApprovalRequest, answer, requests
+from tasks.lifecycle.approval import APPROVED, REJECTED, ApprovalRequest, answer, answer_again, requests
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 
@@ -42,6 +42,9 @@ def decide(
         if approve is not None:
             raise SettingsError("name the run to decide on; `posttrain approve` alone lists pending approvals")
         return show([request for request in known if request.is_waiting], output, where)
+    if approve is not None and (given := _given_before(known, run, APPROVED if approve else REJECTED)) is not None:
+        answer_again(tracking, given)
+        return "\n".join([f"answered before: {given.outcome}", *_let_go(given, approve, tracking.output)])
     request = find(tracking, known, run)
     if approve is None:
         page = tracking.page_of(request.stage_run_id)
@@ -59,6 +62,17 @@ def decide(
 def _has_store(tracking: Tracking) -> bool:
     local = default_uri(tracking.output)
     return tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists()
+
+
+def _given_before(known: Sequence[ApprovalRequest], run: str, answer: str) -> ApprovalRequest | None:
+    """The newest request of a run, if it has this very answer and none is pending.
+
+    A command that was killed behind its answer is given again: nothing is wrong, and a flow run may still wait for it.
+    """
+    mine = [request for request in known if _matches(request.run, request.run_id, run)]
+    if not mine or any(request.is_waiting for request in mine) or mine[0].state != answer:
+        return None
+    return mine[0]
 
 
 def find(tracking: Tracking, known: Sequence[ApprovalRequest], run: str) -> ApprovalRequest:

@@ -31,7 +31,19 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["ApprovalRequest", "answer", "ask", "asked", "expire", "note_answer", "read", "requests"]
+__all__ = [
+    "APPROVED",
+    "REJECTED",
+    "ApprovalRequest",
+    "answer",
+    "answer_again",
+    "ask",
+    "asked",
+    "expire",
+    "note_answer",
+    "read",
+    "requests",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +214,24 @@ def _apply(tracking: Tracking, now: ApprovalRequest) -> ApprovalRequest:
         why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
         return _settle(tracking, now, SUPERSEDED, now.by, why)
     done = _settle(tracking, now, APPROVED, now.by, now.note)
-    version = tracking.registry.version(now.name, now.version)
+    _journal_move(tracking, now)
+    return done
+
+
+def _journal_move(tracking: Tracking, request: ApprovalRequest) -> None:
+    version = tracking.registry.version(request.name, request.version)
     tags = {key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))}
     if (journal := tracking.journal_move(version, "champion", tags)) is not None:
         tracking.replay(journal)
-    return done
+
+
+def answer_again(tracking: Tracking, request: ApprovalRequest) -> None:
+    """Write down once more, on the runs and in the journal, what an answer changed: its giver may have been killed."""
+    with _deciding(tracking.output, request.name):
+        note_answer(tracking, request)
+        champion = tracking.champion(request.name)
+        if request.state == APPROVED and champion is not None and champion.version == request.version:
+            _journal_move(tracking, request)
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kinds",
         nargs="+",
         choices=KINDS,
-        default=[kind for kind in KINDS if kind not in ("pipeline", "first", "third")],
+        default=[kind for kind in KINDS if kind not in ("pipeline", "first", "third", "asked")],
     )
     parser.add_argument("--walk", action="store_true", help="also kill at every hit of every point")
     parser.add_argument("--single", type=int, default=0, metavar="N", help="also N runs a point with a single kill")

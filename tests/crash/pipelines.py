@@ -43,6 +43,7 @@ class Kind:
     seed: int = 0
     what: tuple[str, ...] = ("run", CONFIG)
     overrides: tuple[str, ...] = ()
+    ended: str = ""  # fault with which it ends where another kind starts from it
 
 
 _TRAINED = ("distill", "preference", "reward_model", "policy")
@@ -58,6 +59,10 @@ KINDS = {
     "approval": Kind(without=_SHORT, starts="first", seed=1, overrides=_ASKED),
     "retrain": Kind(without=_SHORT, starts="first", what=("retrain", CONFIG, "--force")),
     "check": Kind(without=_SHORT, starts="first", what=("evaluate-champion", CONFIG)),
+    "asked": Kind(
+        without=_SHORT, starts="first", seed=1, overrides=_ASKED[:1], ended="approval.asked:1:kill"
+    ),  # a template: killed while it waits
+    "approved": Kind(without=_SHORT, starts="asked", what=("approve", "small", "--config", CONFIG, "--yes")),
     "by hand": Kind(without=_SHORT, starts="approval", what=("promote", "--config", CONFIG, "--version", "VERSION")),
     "third": Kind(without=_SHORT, starts="again", seed=2),
     "gc": Kind(starts="third", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
@@ -101,7 +106,7 @@ def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]
     found = KINDS[kind]
     named = {CONFIG: str(config), OUTPUT: str(config.parent / "work" / "outputs"), "VERSION": str(version)}
     arguments = [named.get(part, part) for part in found.what]
-    if found.what[0] in ("gc", "evaluate-champion"):
+    if found.what[0] in ("gc", "approve", "evaluate-champion"):
         return arguments
     changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed}", *found.overrides]
     quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []

@@ -95,7 +95,8 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     assert promoted is not None
     said = machine.run().communicate(timeout=600)[0]
     assert f"version {promoted} of test is the champion already" in said and "approved by ada" in said
-    code, said = machine.say("approve", run, "--yes", *out)
+    assert "answered before: version" in machine.do("approve", run, "--yes", *out)
+    code, said = machine.say("approve", run, "--no", *out)
     assert code == 2 and "is not pending" in said
 
     # Killed in the policy stage: marked by the repair, resumed under its own settings, from its checkpoint.

@@ -185,6 +185,28 @@ def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model
         assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
 
 
+def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, model, tmp_path):
+    from flows.cli.approve import decide
+
+    with tracking.start_run(f"{model} · 1", tmp_path / "run") as run:
+        run_id = delivered_run_id(run)
+        request = asking(tracking, model, run=f"{model} · 1", run_id=run_id)
+    faults.configure("approval.settled:1:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            answer(tracking, request, approve=True, by="ada")
+    finally:
+        faults.configure(None)
+    moved, uri = [], tracking.store.uri
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tracking), "journal_move", lambda self, version, *rest: moved.append(version.version))
+        assert "answered before" in decide(tracking.output, uri, model, approve=True, by="bob")
+        assert tracking.store.client.get_run(run_id).data.tags["approval"] == "approved" and moved == [2]
+        tracking.set_champion(model, 3)
+        decide(tracking.output, uri, model, approve=True)
+    assert tracking.champion(model).version == 3 and moved == [2]  # not moved back to what was approved before
+
+
 def test_a_run_that_is_gone_does_not_hinder(tracking, model):
     done = answer(tracking, asking(tracking, model, run_id="0" * 32), approve=True, by="ada")
     assert done.state == "approved" and tracking.champion(model).version == 2
@@ -229,6 +251,9 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
     with pytest.raises(SettingsError, match=f"'{model}' is not pending: version 2 .* rejected by ada"):
         find(tracking, requests(tracking), model)
     uri = tracking.store.uri
+    with pytest.raises(SettingsError, match=r"is not pending: version 2 .* rejected by ada"):
+        decide(tracking.output, uri, model, approve=True)  # another answer than the one that was given
+    assert "answered before: version 2" in decide(tracking.output, uri, model, approve=False, by="ada")
     with pytest.raises(SettingsError, match="name the run"):
         decide(tracking.output, uri, None, approve=True)
     with pytest.raises(DataError, match=r"no runs in sqlite:.*give the run's --config"):
