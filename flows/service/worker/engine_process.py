@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from flows.runtime.stopping import bounded
+from flows.service.process import NOT_SAVED
 from flows.service.store import ServiceStore
 from flows.service.worker.computing import Computing
 from flows.service.worker.live_runs import LiveRuns
@@ -117,13 +118,15 @@ class EngineProcess:
 
 
 def run_worker(settings: ServiceSettings) -> int:
-    """The worker until a signal; the exit code: 143 after SIGTERM, within 10 s, 130 after Ctrl-C.
+    """The worker until a signal; the exit code: 143 after SIGTERM, 130 after Ctrl-C.
+
+    The process itself is ended with `NOT_SAVED` where it is not done `stop_seconds` after SIGTERM.
 
     Raises: FolderBusy where another worker runs; SettingsError, BackendError where the store cannot be opened.
     """
     store = ServiceStore(settings.store_url)
     process = EngineProcess(settings, store)
-    with bounded(), _stop_on_signal(process) as received:
+    with bounded(settings.worker.stop_seconds, NOT_SAVED), _stop_on_signal(process) as received:
         process.run()
     store.close()
     return 128 + received[0] if received else 0

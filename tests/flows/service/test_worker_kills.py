@@ -43,7 +43,9 @@ class Service:
                 self.worker.step(wait=0.0)
             except InjectedFault:
                 self.deaths += 1
+                self.worker._runs.settle()  # a process that dies takes its threads along
                 self.worker = self.new_worker()
+        self.worker._runs.settle()
         return self
 
     def close(self):
