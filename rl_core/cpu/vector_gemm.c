@@ -51,33 +51,36 @@ int vectors_ready(void) {
 #endif
 }
 
-/* c [m, PANEL] (+)= a b; a's rows and depths are so far apart, b is a panel. */
+/* c [m, wide vectors] (+)= a b; a's rows and depths are so far apart, b is a panel. */
 INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by_depth, const float *b, int64_t depth,
-                          float *c, int64_t stride, int add, const int m) {
+                          float *c, int64_t stride, int add, const int m, const int wide) {
     vf sums[TALL][WIDE];
     for (int i = 0; i < m; i++)
-        for (int j = 0; j < WIDE; j++) sums[i][j] = all(0.0f);
+        for (int j = 0; j < wide; j++) sums[i][j] = all(0.0f);
     for (int64_t k = 0; k < depth; k++) {
         vf row[WIDE];
-        for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
+        for (int j = 0; j < wide; j++) row[j] = load(b + k * PANEL + j * W);
         for (int i = 0; i < m; i++) {
             vf by = all(a[i * by_row + k * by_depth]);
-            for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
+            for (int j = 0; j < wide; j++) sums[i][j] += by * row[j];
         }
     }
     for (int i = 0; i < m; i++)
-        for (int j = 0; j < WIDE; j++) {
+        for (int j = 0; j < wide; j++) {
             float *to = c + i * stride + j * W;
             store(to, add ? load(to) + sums[i][j] : sums[i][j]);
         }
 }
 
+/* is_narrow: only the panel's first W columns are wanted, as of an adapter of low rank. */
 static void multiply_rows(const float *a, int across, const float *b, int64_t depth, float *c, int64_t stride, int add,
-                          int64_t m) {
+                          int64_t m, int is_narrow) {
 #define CASE(m_) \
     case m_: \
-        if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_); \
-        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_); \
+        if (is_narrow && across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_, 1); \
+        else if (is_narrow) multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_, 1); \
+        else if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_, WIDE); \
+        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_, WIDE); \
         break;
     switch (m) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -97,11 +100,11 @@ static void multiply_panels(const float *a, int across, const float *panels, int
             float *to = c + row * stride + column, part[TALL * PANEL];
             int64_t m = least(rows - row, TALL), n = least(columns - column, PANEL);
             if (n == PANEL) {
-                multiply_rows(from, across, panels, depth, to, stride, add, m);
+                multiply_rows(from, across, panels, depth, to, stride, add, m, 0);
                 continue;
             }
             for (int64_t i = 0; add && i < m; i++) memcpy(part + i * PANEL, to + i * stride, (size_t)n * sizeof(float));
-            multiply_rows(from, across, panels, depth, part, PANEL, add, m);
+            multiply_rows(from, across, panels, depth, part, PANEL, add, m, n <= W);
             for (int64_t i = 0; i < m; i++) memcpy(to + i * stride, part + i * PANEL, (size_t)n * sizeof(float));
         }
 }
@@ -133,9 +136,9 @@ static void copy_panel(const float *x, int64_t stride, int across, int64_t colum
             for (int64_t k = 0; k < depth; k++) out[k * PANEL + i] = x[i * stride + k];
 }
 
-/* Bytes that `vector_product` needs for so many threads. */
+/* Bytes that `vector_product` and `vector_products` need for so many threads. */
 int64_t vector_gemm_room(int64_t threads) {
-    return (PANELS * PANEL * DEEP + threads * ROWS * LINE) * (int64_t)sizeof(float);
+    return threads * (PANELS * PANEL * DEEP + ROWS * LINE) * (int64_t)sizeof(float);
 }
 
 /* As `product` in amx_gemm.c. */
@@ -169,12 +172,22 @@ void vector_product(const float *left, int64_t left_stride, int left_across, con
     }
 }
 
-/* Products one after the other; each is the call that it would be alone. */
-void vector_products(const Product *all, int64_t count, float *room, int threads) {
-    for (int64_t i = 0; i < count; i++) {
-        const Product *one = all + i;
+/* A product and those behind it that add to the same numbers. */
+static void product_chain(const Product *one, const Product *end, float *room, int threads) {
+    const float *c = one->c;
+    for (; one < end && one->c == c; one++)
         vector_product(one->left, one->left_stride, (int)one->left_across, one->parts, one->n_parts, (int)one->across,
                        one->c, one->c_stride, one->rows, one->depth, (int)one->add, room, threads);
+}
+
+/* Products, each the call that it would be alone. Threads share out the products where there are many of them, else the
+ * rows of each; neither changes a sum. Those that add to the same numbers stand one behind the other. */
+void vector_products(const Product *all, int64_t count, float *room, int threads) {
+    int is_shared_out = threads > 1 && count >= 4 * threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (is_shared_out)
+    for (int64_t i = 0; i < count; i++) {
+        float *own = room + (is_shared_out ? omp_get_thread_num() * vector_gemm_room(1) / (int64_t)sizeof(float) : 0);
+        if (i == 0 || all[i].c != all[i - 1].c) product_chain(all + i, all + count, own, is_shared_out ? 1 : threads);
     }
 }
 

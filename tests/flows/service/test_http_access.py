@@ -131,7 +131,7 @@ def test_a_thousand_idle_polls_cost_one_look_each_and_hold_nobody_up(idle, start
     _, run = started
     object.__setattr__(idle.settings.server, "poll_seconds", 60.0)
     promises = [idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}}) for n in range(4)]
-    room, looks = idle.client.app.state.server.room, []
+    room, looks = idle.client.app.app.state.server.room, []
     result = idle.store.result
     idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
 
