@@ -104,7 +104,7 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
         service.worker = service.new_worker()
         service.worker._runs.need("r")
         found.append((answers(service.store, scripts), bits(service.worker._computing._engine.state_dict("r"))))
-        # behind the pointer and in pruning the error is the worker's end; the last snapshot's may come after the answers
+        # behind the pointer and in pruning the error is the worker's end; the last one's may come after the answers
         assert service.deaths in ((1, 2) if plan else (0,))
         assert service.store.counts().get("replay_differences", 0) == 0
         service.close()
