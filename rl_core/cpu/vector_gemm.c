@@ -51,36 +51,33 @@ int vectors_ready(void) {
 #endif
 }
 
-/* c [m, wide vectors] (+)= a b; a's rows and depths are so far apart, b is a panel. */
+/* c [m, PANEL] (+)= a b; a's rows and depths are so far apart, b is a panel. */
 INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by_depth, const float *b, int64_t depth,
-                          float *c, int64_t stride, int add, const int m, const int wide) {
+                          float *c, int64_t stride, int add, const int m) {
     vf sums[TALL][WIDE];
     for (int i = 0; i < m; i++)
-        for (int j = 0; j < wide; j++) sums[i][j] = all(0.0f);
+        for (int j = 0; j < WIDE; j++) sums[i][j] = all(0.0f);
     for (int64_t k = 0; k < depth; k++) {
         vf row[WIDE];
-        for (int j = 0; j < wide; j++) row[j] = load(b + k * PANEL + j * W);
+        for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
         for (int i = 0; i < m; i++) {
             vf by = all(a[i * by_row + k * by_depth]);
-            for (int j = 0; j < wide; j++) sums[i][j] += by * row[j];
+            for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
         }
     }
     for (int i = 0; i < m; i++)
-        for (int j = 0; j < wide; j++) {
+        for (int j = 0; j < WIDE; j++) {
             float *to = c + i * stride + j * W;
             store(to, add ? load(to) + sums[i][j] : sums[i][j]);
         }
 }
 
-/* is_narrow: only the panel's first W columns are wanted, as of an adapter of low rank. */
 static void multiply_rows(const float *a, int across, const float *b, int64_t depth, float *c, int64_t stride, int add,
-                          int64_t m, int is_narrow) {
+                          int64_t m) {
 #define CASE(m_) \
     case m_: \
-        if (is_narrow && across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_, 1); \
-        else if (is_narrow) multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_, 1); \
-        else if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_, WIDE); \
-        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_, WIDE); \
+        if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_); \
+        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_); \
         break;
     switch (m) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -100,11 +97,11 @@ static void multiply_panels(const float *a, int across, const float *panels, int
             float *to = c + row * stride + column, part[TALL * PANEL];
             int64_t m = least(rows - row, TALL), n = least(columns - column, PANEL);
             if (n == PANEL) {
-                multiply_rows(from, across, panels, depth, to, stride, add, m, 0);
+                multiply_rows(from, across, panels, depth, to, stride, add, m);
                 continue;
             }
             for (int64_t i = 0; add && i < m; i++) memcpy(part + i * PANEL, to + i * stride, (size_t)n * sizeof(float));
-            multiply_rows(from, across, panels, depth, part, PANEL, add, m, n <= W);
+            multiply_rows(from, across, panels, depth, part, PANEL, add, m);
             for (int64_t i = 0; i < m; i++) memcpy(to + i * stride, part + i * PANEL, (size_t)n * sizeof(float));
         }
 }
