@@ -147,7 +147,16 @@ def _asked(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
 
 
 def play(one: Round, draw: random.Random | None, most: int) -> int:
-    """Run a round to its end; at most so many kills. Returns their number."""
+    """Run a round to its end; at most so many kills. Returns their number; after an error no process is left."""
+    try:
+        return _played(one, draw, most)
+    except BaseException:
+        for name in list(one.children):
+            one.kill(name)
+        raise
+
+
+def _played(one: Round, draw: random.Random | None, most: int) -> int:
     one.folder.mkdir(parents=True)
     killed, progress = 0, time.monotonic()
     names = ["worker", "clients"]
