@@ -9,9 +9,7 @@ from pathlib import Path
 
 from flows.service.configuration import service_settings
 
-__all__ = ["NOT_SAVED", "main"]
-
-NOT_SAVED = 75  # exit code of a worker that had no time to save all runs (EX_TEMPFAIL of sysexits.h)
+__all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 
 from flows.runtime.stopping import bounded
-from flows.service.process import NOT_SAVED
 from flows.service.store import ServiceStore
 from flows.service.worker.computing import Computing
 from flows.service.worker.live_runs import LiveRuns
@@ -41,6 +40,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1.0  # without a request, until snapshots and upkeep are looked at
 RETRY_SECONDS = 1.0  # after the store refused
+NOT_SAVED = 75  # exit code where there was no time to save all runs (EX_TEMPFAIL of sysexits.h)
 LOCK_SECONDS = 15.0  # that a worker which is being stopped may hold the lock
 
 
