@@ -17,7 +17,8 @@ from rl_core import environments
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments.pixel_grid_questions import COLOURS
 
-LEVEL, PAIRS, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 400, 64, 32, 0.5, 1e-3
+LEVEL, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 64, 32, 0.5, 1e-3
+PAIRS = {"dpo": 400, "reward": 1600}  # a score head begins with nothing
 
 
 def make_pairs(renderer, count, seed=0):
@@ -134,8 +135,10 @@ def reward_model(training, pairs, heldout):
     return figures
 
 
-def main(kind="dpo", base="grid", pairs=PAIRS, seed=0):
+def main(kind="dpo", base="grid", pairs=None, seed=0):
     import tinker
+
+    pairs = PAIRS[kind] if pairs is None else pairs
 
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=base, rank=16, seed=seed).result()

@@ -58,10 +58,10 @@ def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:
 def _names_folder(config: Path) -> bool:
     """True = a service's own file sets its folder; that of a shipped one is the output folder's."""
     from tasks.config.yaml_loader import read_yaml
-    from tasks.shipped import shipped
+    from tasks.shipped import SERVICE, shipped
 
     is_shipped = Path(config).resolve().parent == Path(shipped("configs")).resolve()
-    return not is_shipped and "folder" in read_yaml(Path(config)).data
+    return not is_shipped and "folder" in read_yaml(Path(config), (SERVICE,)).data
 
 
 def down(arguments: argparse.Namespace) -> int:

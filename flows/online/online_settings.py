@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flows.runtime.settings_files import model_place, read_settings_file
 from rl_core.settings import OnlineSettings
+from tasks.shipped import ONLINE
 
 __all__ = ["load_online_settings"]
 
@@ -18,7 +19,7 @@ def load_online_settings(path: str | Path, overrides: Iterable[str] = ()) -> Onl
 
     Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
     """
-    settings, folder = read_settings_file(OnlineSettings, path, overrides)
+    settings, folder = read_settings_file(OnlineSettings, path, overrides, shipped_name=ONLINE)
     return _with_places(settings, folder)
 
 

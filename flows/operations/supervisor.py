@@ -24,6 +24,7 @@ from flows.operations.registration import RegistrationRequest
 from flows.operations.services import ROOT, ServiceSpec, client_environment, mlflow_url, services
 from flows.operations.state import Options, State, StatePaths, write_state
 from flows.operations.steady_clock import SteadyClock
+from flows.runtime.stopping import unbounded
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
@@ -88,7 +89,7 @@ class Supervisor:
 
         Raises: FolderBusy if another supervisor runs; SettingsError, BackendError if a server does not start.
         """
-        with self._lock():
+        with self._lock(), unbounded():  # runs and services save before they end, longer than a command has
             before = self._take_signals()
             try:
                 self._start()

@@ -62,8 +62,11 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """End this process LAST_SECONDS after a SIGTERM that arrives within the block, whatever then still runs.
+def bounded(seconds: float | None = None, code: int = 128 + signal.SIGTERM) -> Iterator[None]:
+    """End this process `seconds` after a SIGTERM that arrives within the block, whatever then still runs.
+
+    Args:
+        seconds: None = LAST_SECONDS. code: exit code of a process that is ended so.
 
     A thread learns of the signal from the file that the interpreter's own handler writes to: also while the main thread
     is in C, and whoever handles the signal there (Prefect does within a flow, the training loop within training).
@@ -74,7 +77,7 @@ def bounded() -> Iterator[None]:
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read,), name="stop", daemon=True).start()
+    threading.Thread(target=_watch, args=(read, seconds, code), name="stop", daemon=True).start()
     try:
         yield
     finally:
@@ -93,17 +96,17 @@ def unbounded() -> Iterator[None]:
         signal.set_wakeup_fd(before)
 
 
-def _watch(read: int) -> None:
+def _watch(read: int, seconds: float | None, code: int) -> None:
     while signal.SIGTERM not in (seen := os.read(read, 64)):
         if not seen:
             os.close(read)
             return
     asked.set()
-    threading.Event().wait(LAST_SECONDS)
+    threading.Event().wait(LAST_SECONDS if seconds is None else seconds)
     for say in list(_words):
         thread = threading.Thread(target=say, daemon=True)
         thread.start()
         thread.join(WORDS_SECONDS)
     print("posttrain: stopped by SIGTERM; the same command resumes from the last checkpoint", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(128 + signal.SIGTERM)
+    os._exit(code)

@@ -11,6 +11,7 @@ from flows.runtime.settings_files import model_place, read_settings_file
 from rl_core.settings import ServiceSettings
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import read
+from tasks.shipped import SERVICE
 
 __all__ = ["load_service_settings", "service_settings"]
 
@@ -21,7 +22,7 @@ def load_service_settings(path: str | Path, overrides: Iterable[str] = ()) -> Se
 
     Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
     """
-    settings, folder = read_settings_file(ServiceSettings, path, overrides)
+    settings, folder = read_settings_file(ServiceSettings, path, overrides, shipped_name=SERVICE)
     return _with_places(settings, folder)
 
 

@@ -28,7 +28,8 @@ from tasks.config import resolve
 __all__ = ["address_of", "beside_pipelines", "log_of", "same_store", "supervise"]
 
 STEP_SECONDS = 0.2
-SAVING_SECONDS = 60.0  # for a worker that saves its runs before it is killed
+ENDED = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # exit codes of a worker that has saved all runs
+END_SECONDS = 5.0  # beyond `worker.stop_seconds`, until the worker is killed
 
 
 def address_of(settings: ServiceSettings) -> str:
@@ -88,10 +89,14 @@ def _specs(settings: ServiceSettings) -> list[ServiceSpec]:
 
     return [
         ServiceSpec("worker", command("worker"), environment("worker"), ROOT, "", lambda: True, watched=False,
-                    soft=SAVING_SECONDS, grace=SAVING_SECONDS + 5.0),
+                    soft=_saving_seconds(settings), grace=_saving_seconds(settings)),
         ServiceSpec("server", command("server"), environment("server"), ROOT, url, answers, "--set server.port",
                     settings.server.port),
     ]  # fmt: skip
+
+
+def _saving_seconds(settings: ServiceSettings) -> float:
+    return settings.worker.stop_seconds + END_SECONDS
 
 
 def supervise(settings: ServiceSettings, say: Callable[[str], None] = print) -> None:
@@ -103,15 +108,16 @@ def supervise(settings: ServiceSettings, say: Callable[[str], None] = print) -> 
     check_platform()
     folder = make_folder(Path(settings.folder))
     stops: list[int] = []
+    is_saved = True
 
     def stop(number: int, frame: FrameType | None) -> None:
         stops.append(number)
 
-    with FolderLock(folder / "supervisor.lock"), unbounded():  # the worker may take a minute to save
+    with FolderLock(folder / "supervisor.lock"), unbounded():  # the worker may take `stop_seconds` to save
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         servers: list[ManagedService] = []
         try:
-            end_all(mark_of(folder), grace=SAVING_SECONDS)
+            end_all(mark_of(folder), grace=_saving_seconds(settings))
             store = ServiceStore(settings.store_url)
             listed = store.keys()
             has_keys = any(key.revoked is None for key in listed)
@@ -121,10 +127,13 @@ def supervise(settings: ServiceSettings, say: Callable[[str], None] = print) -> 
             servers += [ManagedService(spec, log_of(settings, spec.name)) for spec in _specs(settings)]
             _keep_up(servers, stops, lambda: _announce(settings, has_keys, say))
         finally:
-            _stop(servers)
+            is_saved = _stop(servers, stops)
             for number, handler in before.items():
                 signal.signal(number, handler)
-    say("stopped; every run is saved")
+    if is_saved:
+        say("stopped; every run is saved")
+    else:
+        say("stopped before every run was saved; the next start computes the rest again from the last snapshots")
 
 
 def _keep_up(servers: list[ManagedService], stops: list[int], ready: Callable[[], None]) -> None:
@@ -151,8 +160,15 @@ def _announce(settings: ServiceSettings, has_keys: bool, say: Callable[[str], No
     say("Ctrl-C stops it; runs are saved and go on at the next start")
 
 
-def _stop(servers: list[ManagedService]) -> None:
+def _stop(servers: list[ManagedService], stops: list[int]) -> bool:
+    """Stop all processes; a further signal ends them at once. Returns True where the worker came to its end."""
+    worker = servers[0].process if servers else None
     for server in servers:
         server.signal(signal.SIGTERM)
-    for server in servers:
-        server.stop(time.time(), SAVING_SECONDS + 10.0)
+    known = len(stops)
+    while not all([server.stop(time.time(), STEP_SECONDS) for server in servers]):  # their keepers bound it
+        if len(stops) > known:
+            known = len(stops)
+            for server in servers:
+                server.signal(signal.SIGTERM)
+    return worker is not None and worker.returncode in ENDED

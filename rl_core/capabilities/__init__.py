@@ -49,6 +49,8 @@ class Capabilities:
     packed_weights: Decision
     compiled_decoding: Decision
     fused_step: Decision
+    independent_rows: Decision
+    slot_adapters: Decision
 
     def __iter__(self) -> Iterator[Decision]:
         return (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -70,4 +72,6 @@ def capabilities(model: Any, device: str | None = None) -> Capabilities:
         packed_weights=packed_weights(model, device),
         compiled_decoding=compiled_decoding(model, device),
         fused_step=fused_step(model, device),
+        independent_rows=independent_rows(model, device),
+        slot_adapters=slot_adapters(model, device),
     )

@@ -153,8 +153,8 @@ def slot_adapters(model: Any, device: str | None = None) -> Decision:
     return decide(
         "adapters by slot",
         _needs(fused_step(model, device)),
-        "a decoding step adds every sequence's own adapter, row by row",
-        "adapters are merged into the weights, one sampler after the other",
+        "a decoding step adds every sequence's own adapter, so samplers of the training service are decoded together",
+        "training service: adapters are merged into the weights, one sampler after the other",
     )
 
 

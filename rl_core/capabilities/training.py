@@ -73,8 +73,8 @@ def independent_rows(model: Any, device: str | None = None) -> Decision:
     return decide(
         "independent rows",
         _independence_obstacles(unwrapped(model).base_model, device),
-        "compiled code computes each row alike, whatever stands beside it",
-        "rows of different owners in passes of their own",
+        "no row's numbers depend on those beside it: the training service computes runs with adapters together",
+        "training service: every run in passes of its own, as exact and slower",
     )
 
 

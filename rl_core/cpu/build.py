@@ -110,6 +110,7 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
     return library
 
 
+@functools.cache  # asked at every product
 def is_intel() -> bool:
     """True on a processor of Intel's; False where the system does not tell."""
     try:

@@ -116,7 +116,10 @@ class Gemm:
         self._multiply(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
 
     def products(self, products: Sequence[Product]) -> None:
-        """Several products, one after the other, each as it would be alone; no result is another's operand."""
+        """Several products, each as it would be alone; no result is another's operand.
+
+        Those that add to the same numbers stand one behind the other, and begin at the same place.
+        """
         parts = [
             _Part(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
             for product in products

@@ -5,17 +5,20 @@ It needs httpx alone. Training and sampling are the public tinker SDK's; this is
     with ServiceClient() as client:
         found = client.evaluate(run, model="tinker://.../weights/a", against="small", texts=["..."])
         print(found.text_comparison.kl.value)
+
+Calls are described once (`client_calls`), attempts and waits are (`_Connection.exchange`, `client_calls.evaluate`).
+The two clients only send, wait, and hand over what came.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Any, Final, TypeVar, Unpack
+from typing import Any, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import httpx
 
@@ -23,15 +26,15 @@ from rl_core.errors import BackendError, DataError, ServiceError, SettingsError
 from rl_core.service import client_calls
 from rl_core.service.client_calls import EvaluationQuestion, Sampling, ServiceCall, ServiceMetric
 from rl_core.service.evaluation_answers import ModelEvaluation
-from rl_core.service.status_answers import EvaluationPromise, QueueStats, RequestStatus, RunList, RunStatus, SavedPath
 
 __all__ = ["AsyncServiceClient", "ServiceMetric", "EvaluationQuestion", "Sampling", "ServiceClient"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ADDRESS: Final = "http://127.0.0.1:8123"
-HOLD_SECONDS: Final = 20.0  # of one question for a result
 _AGAIN: Final = (408, 429, 503)
+_Outcome = httpx.Response | httpx.TransportError  # of one attempt
 
 
 class _Connection:
@@ -58,12 +61,22 @@ class _Connection:
             "timeout": self.timeout + call.held,
         }  # fmt: skip
 
-    def attempts(self) -> Iterator[float]:
-        """Waits before the next attempt, until the patience is over."""
-        end, wait = time.monotonic() + self.patience, 0.2
-        while time.monotonic() + wait < end:
-            yield wait
-            wait = min(5.0, 2 * wait)
+    def exchange(self, call: ServiceCall[T]) -> Generator[float, _Outcome | None, T]:
+        """One call until it has an answer: gives the seconds to wait before each attempt, and takes its outcome.
+
+        Raises: as `answer`; BackendError of a server that does not answer.
+        """
+        end, pause, wait = time.monotonic() + self.patience, 0.0, 0.2
+        while True:
+            outcome = yield pause
+            assert outcome is not None
+            is_final = isinstance(outcome, httpx.Response) and outcome.status_code not in _AGAIN
+            if is_final or time.monotonic() + wait >= end:
+                break
+            pause, wait = wait, min(5.0, 2 * wait)
+        if isinstance(outcome, httpx.TransportError):
+            raise self._unreachable(outcome) from outcome
+        return self.answer(call, outcome)
 
     def answer(self, call: ServiceCall[T], response: httpx.Response) -> T:
         """The answer to a call. Raises: ServiceError for a refusal, BackendError, DataError for an unknown answer."""
@@ -78,32 +91,59 @@ class _Connection:
             raise BackendError(f"{self.address}: {detail}")
         raise ServiceError(detail, "user" if response.status_code < 500 else "server")
 
-    def unreachable(self, error: httpx.TransportError) -> BackendError:
+    def is_healthy(self, outcome: _Outcome) -> bool:
+        """True for the answer of a server that works."""
+        try:
+            return isinstance(outcome, httpx.Response) and self.answer(client_calls.healthy(), outcome)
+        except (BackendError, ServiceError, DataError):
+            return False
+
+    def _unreachable(self, error: httpx.TransportError) -> BackendError:
         """The error of a server that does not answer."""
         reason = str(error) or type(error).__name__
         return BackendError(f"{self.address} does not answer ({reason}); is `posttrain service up` running there?")
 
 
-def _is_worth_another(response: httpx.Response) -> bool:
-    return response.status_code in _AGAIN
+class _Call(Generic[P, T]):
+    """A call as a method of both clients, with the arguments of its description."""
+
+    def __init__(self, describe: Callable[P, ServiceCall[T]]) -> None:
+        self._describe = describe
+
+    @overload
+    def __get__(self, client: None, kind: type) -> Callable[P, ServiceCall[T]]: ...
+    @overload
+    def __get__(self, client: ServiceClient, kind: type) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncServiceClient, kind: type) -> Callable[P, Awaitable[T]]: ...
+    def __get__(self, client: ServiceClient | AsyncServiceClient | None, kind: type) -> Callable[P, Any]:
+        if client is None:
+            return self._describe
+        asked = client
+
+        @functools.wraps(self._describe)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return asked._ask(self._describe(*args, **kwargs))
+
+        return call
 
 
-def _deadline(timeout: float | None) -> float:
-    return math.inf if timeout is None else time.monotonic() + timeout
+class _Calls:
+    """Calls that both clients have."""
+
+    runs = _Call(client_calls.runs)
+    run = _Call(client_calls.run)
+    checkpoints = _Call(client_calls.checkpoints)
+    requests = _Call(client_calls.requests)
+    status = _Call(client_calls.status)
+    cancel = _Call(client_calls.cancel)
+    queue_stats = _Call(client_calls.queue_stats)
+    metrics = _Call(client_calls.metrics)
+    submit_evaluation = _Call(client_calls.submit_evaluation)
+    evaluation = _Call(client_calls.evaluation)
 
 
-def _hold(deadline: float) -> float:
-    return max(0.0, min(HOLD_SECONDS, deadline - time.monotonic()))
-
-
-def _late(promise: EvaluationPromise, timeout: float | None) -> BackendError:
-    return BackendError(
-        f"the evaluation {promise.request_id} is not finished after {timeout} s; it goes on, and "
-        "evaluation(run, request_id) asks for it again"
-    )
-
-
-class ServiceClient:
+class ServiceClient(_Calls):
     """Calls that return when the answer is there. Connection errors and 408, 429, 503 are tried again.
 
     Raised by every call: ServiceError where the server refuses (its category says whose fault it is), BackendError
@@ -139,68 +179,24 @@ class ServiceClient:
         self._http.close()
 
     def _ask(self, call: ServiceCall[T]) -> T:
-        waits = self._connection.attempts()
+        exchange, outcome = self._connection.exchange(call), None
         while True:
-            response: httpx.Response | None = None
             try:
-                response = self._http.request(**self._connection.sent(call))
-            except httpx.TransportError as error:
-                failure = self._connection.unreachable(error)
-            if response is not None and not _is_worth_another(response):
-                return self._connection.answer(call, response)
-            wait = next(waits, None)
-            if wait is None:
-                if response is None:
-                    raise failure
-                return self._connection.answer(call, response)
-            time.sleep(wait)
+                time.sleep(exchange.send(outcome))
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            outcome = self._attempt(call)
+
+    def _attempt(self, call: ServiceCall[Any]) -> _Outcome:
+        try:
+            return self._http.request(**self._connection.sent(call))
+        except httpx.TransportError as error:
+            return error
 
     def is_up(self) -> bool:
         """True where the server answers."""
-        try:
-            return self._connection.answer(healthy := client_calls.healthy(), self._http.get(healthy.path))
-        except (httpx.TransportError, BackendError, ServiceError, DataError):
-            return False
-
-    def runs(self, limit: int = 100, offset: int = 0) -> RunList:
-        """Training runs of the key, the newest first."""
-        return self._ask(client_calls.runs(limit, offset))
-
-    def run(self, run_id: str) -> RunStatus:
-        """A training run."""
-        return self._ask(client_calls.run(run_id))
-
-    def checkpoints(self, run_id: str) -> list[SavedPath]:
-        """Saved weights of a run, the newest first, with their versions in the model registry."""
-        return self._ask(client_calls.checkpoints(run_id))
-
-    def requests(self, run_id: str, limit: int = 100, offset: int = 0) -> list[RequestStatus]:
-        """Requests of a run, the newest first."""
-        return self._ask(client_calls.requests(run_id, limit, offset))
-
-    def status(self, run_id: str, request_id: str) -> RequestStatus:
-        """State of a request."""
-        return self._ask(client_calls.status(run_id, request_id))
-
-    def cancel(self, run_id: str, request_id: str) -> bool:
-        """Cancel a request that waits. False = it runs, or is final."""
-        return self._ask(client_calls.cancel(run_id, request_id))
-
-    def queue_stats(self, run_id: str) -> QueueStats:
-        """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
-        return self._ask(client_calls.queue_stats(run_id))
-
-    def metrics(self) -> list[ServiceMetric]:
-        """Metrics of the service as a whole."""
-        return self._ask(client_calls.metrics())
-
-    def submit_evaluation(self, run_id: str, **question: Unpack[EvaluationQuestion]) -> EvaluationPromise:
-        """Queue an evaluation and return at once; it is computed although this program ends. Args: see `evaluate`."""
-        return self._ask(client_calls.submit(run_id, question))
-
-    def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> ModelEvaluation | None:
-        """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
-        return self._ask(client_calls.evaluation(run_id, request_id, wait))
+        return self._connection.is_healthy(self._attempt(client_calls.healthy()))
 
     def evaluate(
         self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
@@ -213,17 +209,17 @@ class ServiceClient:
             question: see `EvaluationQuestion`.
         Raises: as every call; BackendError after `timeout`.
         """
-        promise = self.submit_evaluation(run_id, **question)
-        deadline = _deadline(timeout)
+        calls, answer = client_calls.evaluate(run_id, timeout, question), None
         while True:
-            found = self.evaluation(run_id, promise.request_id, _hold(deadline))
-            if found is not None:
+            try:
+                call = calls.send(answer)
+            except StopIteration as end:
+                found: ModelEvaluation = end.value
                 return found
-            if time.monotonic() >= deadline:
-                raise _late(promise, timeout)
+            answer = self._ask(call)
 
 
-class AsyncServiceClient:
+class AsyncServiceClient(_Calls):
     """`ServiceClient` for asyncio: the same calls and errors."""
 
     def __init__(
@@ -252,78 +248,34 @@ class AsyncServiceClient:
         await self._http.aclose()
 
     async def _ask(self, call: ServiceCall[T]) -> T:
-        waits = self._connection.attempts()
+        exchange, outcome = self._connection.exchange(call), None
         while True:
-            response: httpx.Response | None = None
             try:
-                response = await self._http.request(**self._connection.sent(call))
-            except httpx.TransportError as error:
-                failure = self._connection.unreachable(error)
-            if response is not None and not _is_worth_another(response):
-                return self._connection.answer(call, response)
-            wait = next(waits, None)
-            if wait is None:
-                if response is None:
-                    raise failure
-                return self._connection.answer(call, response)
-            await asyncio.sleep(wait)
+                await asyncio.sleep(exchange.send(outcome))
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            outcome = await self._attempt(call)
+
+    async def _attempt(self, call: ServiceCall[Any]) -> _Outcome:
+        try:
+            return await self._http.request(**self._connection.sent(call))
+        except httpx.TransportError as error:
+            return error
 
     async def is_up(self) -> bool:
         """True where the server answers."""
-        try:
-            return self._connection.answer(healthy := client_calls.healthy(), await self._http.get(healthy.path))
-        except (httpx.TransportError, BackendError, ServiceError, DataError):
-            return False
-
-    async def runs(self, limit: int = 100, offset: int = 0) -> RunList:
-        """Training runs of the key, the newest first."""
-        return await self._ask(client_calls.runs(limit, offset))
-
-    async def run(self, run_id: str) -> RunStatus:
-        """A training run."""
-        return await self._ask(client_calls.run(run_id))
-
-    async def checkpoints(self, run_id: str) -> list[SavedPath]:
-        """Saved weights of a run, the newest first, with their versions in the model registry."""
-        return await self._ask(client_calls.checkpoints(run_id))
-
-    async def requests(self, run_id: str, limit: int = 100, offset: int = 0) -> list[RequestStatus]:
-        """Requests of a run, the newest first."""
-        return await self._ask(client_calls.requests(run_id, limit, offset))
-
-    async def status(self, run_id: str, request_id: str) -> RequestStatus:
-        """State of a request."""
-        return await self._ask(client_calls.status(run_id, request_id))
-
-    async def cancel(self, run_id: str, request_id: str) -> bool:
-        """Cancel a request that waits. False = it runs, or is final."""
-        return await self._ask(client_calls.cancel(run_id, request_id))
-
-    async def queue_stats(self, run_id: str) -> QueueStats:
-        """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
-        return await self._ask(client_calls.queue_stats(run_id))
-
-    async def metrics(self) -> list[ServiceMetric]:
-        """Metrics of the service as a whole."""
-        return await self._ask(client_calls.metrics())
-
-    async def submit_evaluation(self, run_id: str, **question: Unpack[EvaluationQuestion]) -> EvaluationPromise:
-        """Queue an evaluation and return at once; it is computed although this program ends. Args: see `evaluate`."""
-        return await self._ask(client_calls.submit(run_id, question))
-
-    async def evaluation(self, run_id: str, request_id: str, wait: float = 0.0) -> ModelEvaluation | None:
-        """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
-        return await self._ask(client_calls.evaluation(run_id, request_id, wait))
+        return self._connection.is_healthy(await self._attempt(client_calls.healthy()))
 
     async def evaluate(
         self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
     ) -> ModelEvaluation:
         """Evaluate a model, and another beside it; waits for the result. Args, Raises: see `ServiceClient.evaluate`."""
-        promise = await self.submit_evaluation(run_id, **question)
-        deadline = _deadline(timeout)
+        calls, answer = client_calls.evaluate(run_id, timeout, question), None
         while True:
-            found = await self.evaluation(run_id, promise.request_id, _hold(deadline))
-            if found is not None:
+            try:
+                call = calls.send(answer)
+            except StopIteration as end:
+                found: ModelEvaluation = end.value
                 return found
-            if time.monotonic() >= deadline:
-                raise _late(promise, timeout)
+            answer = await self._ask(call)

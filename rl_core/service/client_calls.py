@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Required, TypedDict, TypeVar
+from typing import Any, Final, Generic, Required, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
+from rl_core.errors import BackendError
 from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.json_records import record
 from rl_core.service.status_answers import (
@@ -26,6 +29,8 @@ from rl_core.service.status_answers import (
 __all__ = ["ServiceCall", "ServiceMetric", "EvaluationQuestion", "Sampling"]
 
 T = TypeVar("T")
+
+HOLD_SECONDS: Final = 20.0  # of one question for a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +93,23 @@ def healthy() -> ServiceCall[bool]:
     return ServiceCall("GET", "/api/v1/healthz", lambda data: bool(data.get("status") == "ok"))
 
 
-def runs(limit: int, offset: int) -> ServiceCall[RunList]:
-    """Training runs of the key."""
+def runs(limit: int = 100, offset: int = 0) -> ServiceCall[RunList]:
+    """Training runs of the key, the newest first."""
     return ServiceCall("GET", "/runs", _of(RunList), params={"limit": limit, "offset": offset})
 
 
 def run(run_id: str) -> ServiceCall[RunStatus]:
-    """One training run."""
+    """A training run."""
     return ServiceCall("GET", _run(run_id), _of(RunStatus))
 
 
 def checkpoints(run_id: str) -> ServiceCall[list[SavedPath]]:
-    """Saved weights of a run."""
+    """Saved weights of a run, the newest first, with their versions in the model registry."""
     return ServiceCall("GET", _run(run_id) + "/checkpoints", lambda data: record(SavedPathList, data).checkpoints)
 
 
-def requests(run_id: str, limit: int, offset: int) -> ServiceCall[list[RequestStatus]]:
-    """Requests of a run."""
+def requests(run_id: str, limit: int = 100, offset: int = 0) -> ServiceCall[list[RequestStatus]]:
+    """Requests of a run, the newest first."""
     params = {"limit": limit, "offset": offset}
     return ServiceCall(
         "GET", _run(run_id) + "/requests", lambda data: record(RequestList, data).requests, params=params
@@ -117,18 +122,21 @@ def status(run_id: str, request_id: str) -> ServiceCall[RequestStatus]:
 
 
 def cancel(run_id: str, request_id: str) -> ServiceCall[bool]:
-    """Cancel a request that waits."""
+    """Cancel a request that waits. False = it runs, or is final."""
     path = _run(run_id) + f"/requests/{quote(request_id, safe='')}/cancel"
     return ServiceCall("POST", path, lambda data: record(CancelledRequest, data).cancelled, body={})
 
 
 def queue_stats(run_id: str) -> ServiceCall[QueueStats]:
-    """The queue of a run."""
+    """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
     return ServiceCall("GET", _run(run_id) + "/queue/stats", _of(QueueStats))
 
 
-def submit(run_id: str, question: EvaluationQuestion) -> ServiceCall[EvaluationPromise]:
-    """Queue an evaluation; its id is drawn here, so that sending it twice is one evaluation."""
+def submit_evaluation(run_id: str, **question: Unpack[EvaluationQuestion]) -> ServiceCall[EvaluationPromise]:
+    """Queue an evaluation and return at once; it is computed although this program ends.
+
+    Its id is drawn here, so that sending it twice is one evaluation. Args: see `ServiceClient.evaluate`.
+    """
     sampling = question.get("sampling", Sampling())
     body: dict[str, Any] = {
         **question,
@@ -143,8 +151,8 @@ def submit(run_id: str, question: EvaluationQuestion) -> ServiceCall[EvaluationP
     return ServiceCall("POST", _run(run_id) + "/evaluate", _of(EvaluationPromise), body=body)
 
 
-def evaluation(run_id: str, request_id: str, wait: float) -> ServiceCall[ModelEvaluation | None]:
-    """The result of an evaluation; None = not finished within `wait` seconds."""
+def evaluation(run_id: str, request_id: str, wait: float = 0.0) -> ServiceCall[ModelEvaluation | None]:
+    """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
 
     def read(data: Any) -> ModelEvaluation | None:
         return None if set(data) == {"state"} else record(ModelEvaluation, data)
@@ -153,8 +161,29 @@ def evaluation(run_id: str, request_id: str, wait: float) -> ServiceCall[ModelEv
     return ServiceCall("GET", path, read, params={"wait": wait}, held=wait)
 
 
+def evaluate(
+    run_id: str, timeout: float | None, question: EvaluationQuestion
+) -> Generator[ServiceCall[Any], Any, ModelEvaluation]:
+    """The calls of an evaluation one after the other, until its result is there: takes the answer to each.
+
+    Raises: BackendError after `timeout` seconds (None = never).
+    """
+    promise: EvaluationPromise = yield submit_evaluation(run_id, **question)
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        hold = max(0.0, min(HOLD_SECONDS, end - time.monotonic()))
+        found: ModelEvaluation | None = yield evaluation(run_id, promise.request_id, hold)
+        if found is not None:
+            return found
+        if time.monotonic() >= end:
+            raise BackendError(
+                f"the evaluation {promise.request_id} is not finished after {timeout} s; it goes on, and "
+                "evaluation(run, request_id) asks for it again"
+            )
+
+
 def metrics() -> ServiceCall[list[ServiceMetric]]:
-    """The service's metrics."""
+    """Metrics of the service as a whole."""
     return ServiceCall("GET", "/metrics", parsed_metrics)
 
 

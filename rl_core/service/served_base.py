@@ -74,18 +74,20 @@ class ServedBase:
     def targets(self, config: AdapterConfig) -> list[str]:
         """Names of the linear layers that an adapter updates.
 
-        Raises: ServiceError (user) where the model has none of them.
+        Raises: ServiceError (user) where the model has none of a kind that is asked for.
         """
-        found = [
-            name
-            for name in self._inner
-            if (config.train_attn if any(word in name for word in _ATTENTION) else config.train_mlp)
-        ]
-        if config.train_unembed:
-            found.append(self.head_name)
-        if not found:
-            raise ServiceError(f"lora_config: '{self.name}' has no linear layer of the kinds asked for", "user")
-        return found
+        kind_of = {
+            name: "train_attn" if any(word in name for word in _ATTENTION) else "train_mlp" for name in self._inner
+        }
+        for kind in ("train_attn", "train_mlp"):
+            if getattr(config, kind) and kind not in kind_of.values():
+                raise ServiceError(
+                    f"lora_config: '{self.name}' ({type(self.model).__name__}) has no linear layers for {kind}; "
+                    "switch it off, or train all weights",
+                    "user",
+                )
+        found = [name for name, kind in kind_of.items() if getattr(config, kind)]
+        return [*found, self.head_name] if config.train_unembed else found
 
     @contextmanager
     def holding(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Any]:

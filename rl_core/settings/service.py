@@ -75,6 +75,10 @@ class ServiceWorkerSettings(Settings):
     sampler_seconds: float = setting(
         86_400.0, gt=0.0, le=1e9, doc="lifetime of an unused sampler without a path; one hour after its session's end"
     )
+    stop_seconds: float = setting(
+        60.0, gt=0.0, le=80.0, doc="after SIGTERM, for what is being computed and for saving all runs; then the worker "
+        "ends without, and runs that are not saved are computed again from their last snapshots",
+    )  # fmt: skip
     registered: Literal["none", "weights", "sampler_weights", "all"] = setting(
         "none", doc="saved paths that become versions in the model registry (`mlflow`)"
     )

@@ -10,6 +10,7 @@ import errno
 import math
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,19 +45,26 @@ class Document:
     problems: list[Problem] = field(default_factory=list)  # what does not keep the file from being read further
 
 
-def read_yaml(path: str | Path) -> Document:
+def read_yaml(path: str | Path, shipped_names: Sequence[str] | None = None) -> Document:
     """Read a YAML file that holds one mapping.
 
+    Args:
+        shipped_names: the shipped files of its kind, for the error of a missing one; None = a pipeline's configs.
     Raises: SettingsError when the file is missing, a folder, empty, too large, no UTF-8, no valid YAML, holds a tag or
         several documents, nests or expands too far, or is not a mapping.
     """
-    text = _read_text(Path(path), str(path))
+    text = _read_text(Path(path), str(path), config_names() if shipped_names is None else shipped_names)
     document = _parse(text, str(path))
+    is_pipeline = shipped_names is None
     if document.data is None and not document.problems:
-        raise SettingsError(f"{path}: is empty; a pipeline needs at least `name` and `stages`{_STARTER}")
+        needs = f"a pipeline needs at least `name` and `stages`{_STARTER}" if is_pipeline else "write settings into it"
+        raise SettingsError(f"{path}: is empty; {needs}")
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
-        raise SettingsError(f"{path}: holds {kind}; a pipeline is a mapping of `key: value` lines{_STARTER}")
+        wanted = f"a pipeline is a mapping of `key: value` lines{_STARTER}"
+        if not is_pipeline:
+            wanted = "settings are a mapping of `key: value` lines"
+        raise SettingsError(f"{path}: holds {kind}; {wanted}")
     return document
 
 
@@ -74,7 +82,7 @@ def parse_value(text: str) -> Any:
     return document.data
 
 
-def _read_text(path: Path, name: str) -> str:
+def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
     try:
         kind = path.stat().st_mode
     except ValueError:  # a NUL in its name
@@ -89,8 +97,8 @@ def _read_text(path: Path, name: str) -> str:
         found = sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
         if path.name == name and not path.suffix:
-            near = f", and no shipped config; these are shipped: {', '.join(config_names())}{near}"
-        elif path.stem in config_names():
+            near = f", and no shipped config; these are shipped: {', '.join(shipped_names)}{near}"
+        elif path.stem in shipped_names:
             near = f"; the shipped config is named without folder and suffix: {path.stem}{near}"
         raise SettingsError(f"{name}: no such file{near}")
     if not stat.S_ISREG(kind):  # a pipe that nobody writes into would be waited for
@@ -101,7 +109,7 @@ def _read_text(path: Path, name: str) -> str:
     except OSError as error:
         raise SettingsError(f"{name}: cannot be read: {error.strerror}") from error
     if len(raw) > MAX_BYTES:
-        raise SettingsError(f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no pipeline's configuration")
+        raise SettingsError(f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no configuration")
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SettingsError(f"{name}: is UTF-16; save it as UTF-8")
     try:

@@ -32,7 +32,7 @@ from flows.service.store import ServiceStore
 from flows.service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
-STUCK_SECONDS = 300.0
+STUCK_SECONDS = 900.0  # without a kill; a crowded machine is slow
 LONGEST_LIVES = (0.5, 2.0, 5.0)  # seconds; a restarted worker needs some of them until it computes
 
 
@@ -147,7 +147,16 @@ def _asked(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
 
 
 def play(one: Round, draw: random.Random | None, most: int) -> int:
-    """Run a round to its end; at most so many kills. Returns their number."""
+    """Run a round to its end; at most so many kills. Returns their number; after an error no process is left."""
+    try:
+        return _played(one, draw, most)
+    except BaseException:
+        for name in list(one.children):
+            one.kill(name)
+        raise
+
+
+def _played(one: Round, draw: random.Random | None, most: int) -> int:
     one.folder.mkdir(parents=True)
     killed, progress = 0, time.monotonic()
     names = ["worker", "clients"]
@@ -166,6 +175,7 @@ def play(one: Round, draw: random.Random | None, most: int) -> int:
             for name in names:
                 if name not in one.children:
                     one.start(name)
+            progress = time.monotonic()
             continue
         time.sleep(0.01)
         if (code := one.ended("worker")) is not None:

@@ -11,10 +11,11 @@ from flows.cli import main as cli
 from flows.operations import commands, report, supervisor
 from flows.operations.processes import MARK, mark_of
 from flows.operations.services import ServiceSpec, ask
+from flows.runtime import stopping
 
 # Answers with its process id; has a child in a session of its own, as a worker has.
 SERVER = """
-import http.server, os, subprocess, sys
+import http.server, os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -24,6 +25,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 if os.path.exists(sys.argv[2]):
     print("Address already in use", flush=True)
     sys.exit(4)
+def save(number, frame):
+    time.sleep(1.0)
+    open(sys.argv[2] + ".saved", "w").close()
+    os._exit(0)
+if os.path.exists(sys.argv[2] + ".slow"):
+    signal.signal(signal.SIGTERM, save)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 REGISTRATION = (
@@ -60,4 +67,5 @@ if __name__ == "__main__":
     supervisor.services, supervisor.spawn = fake_services, fake_spawn
     report._pool_problem = lambda state, auth: ""
     commands.COMMAND = (sys.executable, __file__)  # what a start in the background runs
+    stopping.LAST_SECONDS = 0.3  # that a command has after SIGTERM; a supervisor has longer
     sys.exit(cli.main(sys.argv[1:]))

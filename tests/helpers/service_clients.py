@@ -92,6 +92,16 @@ def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperat
     return _new("sample", sampler, seq, body, facts={"seed": 1000 + seq})
 
 
+def evaluate(run, number, model, against=None, texts=((5, 6, 7, 8), (9, 8, 7)), prompts=((5, 6),), **more):
+    """number: of the evaluation among its run's; the server draws it from the evaluation's id."""
+    body = {
+        "model": model, "against": against, "texts": [[int(token) for token in text] for text in texts],
+        "prompts": [[int(token) for token in prompt] for prompt in prompts], "num_samples": 2, "resamples": 20,
+        "sampling": {"max_tokens": 4, "stop": []}, **more,
+    }  # fmt: skip
+    return _new("evaluate", run, number, body, facts={"evaluation_id": f"e-{run}-{number}"})
+
+
 def unload(run, seq):
     return _new("unload_model", run, seq, {"model_id": run, "seq_id": seq})
 
@@ -108,7 +118,7 @@ class Line:
 
 
 def script(run: str, number: int, steps: int) -> list[Line]:
-    """A client: trains with the next requests in flight, saves, samples from fresh weights, loads what it saved.
+    """A client: trains with the next requests in flight, saves, evaluates, samples from fresh weights, loads.
 
     Args:
         number: of the client; sets its data, rank, losses and optimizer.
@@ -146,6 +156,8 @@ def script(run: str, number: int, steps: int) -> list[Line]:
         if step % 4 == 3:
             seq += 1
             saved = add(save(run, seq, f"at-{step}"), made)
+            texts = rng.integers(2, VOCAB, (3, 5))
+            add(evaluate(run, step, f"tinker://{run}/weights/at-{step}", "base", texts, seed=number), saved)
             if step % 8 == 7:
                 seq += 1
                 add(load(run, seq, f"tinker://{run}/weights/at-{step - 4}", optimizer=number % 2 == 0), saved)

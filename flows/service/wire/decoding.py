@@ -80,9 +80,10 @@ def _create_model(payload: bytes, facts: Facts, target: str) -> CreateModel:
     seed = int(facts.get("seed", 0))
     if body.lora_config is not None:
         lora = body.lora_config
+        seed = seed if lora.seed is None else lora.seed  # of the heads, too
         adapter = AdapterConfig(
             rank=lora.rank,
-            seed=seed if lora.seed is None else lora.seed,
+            seed=seed,
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             train_unembed=lora.train_unembed,

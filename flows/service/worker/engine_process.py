@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1.0  # without a request, until snapshots and upkeep are looked at
 RETRY_SECONDS = 1.0  # after the store refused
+NOT_SAVED = 75  # exit code where there was no time to save all runs (EX_TEMPFAIL of sysexits.h)
 LOCK_SECONDS = 15.0  # that a worker which is being stopped may hold the lock
 
 
@@ -117,13 +118,15 @@ class EngineProcess:
 
 
 def run_worker(settings: ServiceSettings) -> int:
-    """The worker until a signal; the exit code: 143 after SIGTERM, within 10 s, 130 after Ctrl-C.
+    """The worker until a signal; the exit code: 143 after SIGTERM, 130 after Ctrl-C.
+
+    The process itself is ended with `NOT_SAVED` where it is not done `stop_seconds` after SIGTERM.
 
     Raises: FolderBusy where another worker runs; SettingsError, BackendError where the store cannot be opened.
     """
     store = ServiceStore(settings.store_url)
     process = EngineProcess(settings, store)
-    with bounded(), _stop_on_signal(process) as received:
+    with bounded(settings.worker.stop_seconds, NOT_SAVED), _stop_on_signal(process) as received:
         process.run()
     store.close()
     return 128 + received[0] if received else 0

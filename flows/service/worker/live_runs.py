@@ -19,6 +19,7 @@ from flows.service.commands import LoadWeights, WeightsLoaded
 from flows.service.store import StoredRequest, TrainingRunRecord
 from flows.service.wire.decoding import decode
 from flows.service.wire.encoding import encode
+from flows.service.worker.snapshot_writer import Snapshot, SnapshotWriter
 from flows.service.worker.worker_parts import WorkerParts
 from rl_core.errors import CheckpointError, ServiceError
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult
@@ -48,6 +49,7 @@ class LiveRuns:
     def __init__(self, parts: WorkerParts) -> None:
         self._engine, self._store, self._folder, self._weights = parts.engine, parts.store, parts.folder, parts.weights
         self._settings = parts.settings.worker
+        self._writer = SnapshotWriter(parts.store)
         self._live: dict[str, _Live] = {}
         self.when_unloaded: Callable[[str], None] = lambda model_id: None
 
@@ -87,7 +89,8 @@ class LiveRuns:
             self._live[model_id].steps += stepped
 
     def drop(self, model_id: str) -> None:
-        """Forget a run's memory as it is; it comes back from its snapshot."""
+        """Forget a run's memory as it is; it comes back from its snapshot, which is not being written then."""
+        self._writer.settle(model_id)
         self._live.pop(model_id, None)
         with contextlib.suppress(ServiceError):
             self._engine.unload_model(model_id)
@@ -114,36 +117,51 @@ class LiveRuns:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def save_due(self) -> None:
-        """Take the snapshots that are due."""
+        """Take the snapshots that are due; they are written beside. Raises: as `SnapshotWriter.written`."""
+        self._note_written()
         now = time.monotonic()
         for model_id, live in list(self._live.items()):
             is_old = now - live.saved_at >= self._settings.snapshot_seconds
             if live.steps >= self._settings.snapshot_steps or (is_old and live.done > live.covered):
-                self.save(model_id)
+                self._begin_snapshot(model_id)
 
     def save_all(self) -> None:
-        """Snapshots of all runs that have changed."""
-        for model_id in list(self._live):
-            self.save(model_id)
+        """Snapshots of all runs that have changed, written when this returns."""
+        self._note_written(wait=True)
+        for model_id, live in list(self._live.items()):
+            if live.done > live.covered:
+                self._begin_snapshot(model_id)
+        self._note_written(wait=True)
 
     def save(self, model_id: str) -> bool:
-        """A snapshot of a run, if it has changed. False = it could not be written; replay takes longer then."""
+        """A snapshot of a run, if it has changed, written when this returns.
+
+        False = it could not be; replay takes longer then. Raises: as `SnapshotWriter.written`.
+        """
+        self._note_written(wait=True)
         live = self._live[model_id]
-        if live.done <= live.covered:
-            return True
+        if live.done > live.covered:
+            self._begin_snapshot(model_id)
+            self._note_written(wait=True)
+        return live.done <= live.covered
+
+    def settle(self) -> None:
+        """Wait for all snapshots that are being written."""
+        self._writer.settle()
+
+    def _begin_snapshot(self, model_id: str) -> None:
+        live = self._live[model_id]
+        live.saved_at, live.steps = time.monotonic(), 0  # one that cannot be written is not tried again at once
+        state = self._engine.state_dict(model_id) | {"note": {"covers": live.done}}
         steps = self._engine.model_info(model_id).steps
-        began = time.monotonic()
-        live.saved_at, live.steps = began, 0  # one that cannot be written is not tried again at once
-        try:
-            self._engine.save_weights(model_id, self._folder.snapshots(model_id), {"covers": live.done})
-        except ServiceError as error:
-            log.warning("%s: no snapshot: %s", model_id, error)
-            return False
-        fault("service.snapshot")
-        self._store.cover(model_id, live.done, steps)
-        live.covered = live.done
-        log.info("%s: snapshot of request %d in %.2f s", model_id, live.done, time.monotonic() - began)
-        return True
+        self._writer.write(Snapshot(model_id, self._folder.snapshots(model_id), live.done, steps, state))
+
+    def _note_written(self, *, wait: bool = False) -> None:
+        if wait:
+            self._writer.settle()
+        for model_id, covers in self._writer.written().items():
+            if model_id in self._live:
+                self._live[model_id].covered = max(self._live[model_id].covered, covers)
 
     # -- replay --------------------------------------------------------------------------------------------------------
 

@@ -115,6 +115,17 @@ def test_ctrl_c_and_a_closed_terminal_stop_everything(world, number):
     assert world.left() == []
 
 
+def test_a_server_that_saves_is_waited_for(world):
+    """Longer than a command has after SIGTERM."""
+    (world.output / "mlflow.breaks.slow").touch()
+    child = world.up()
+    read_until(child, "Ctrl-C")
+    child.send_signal(signal.SIGTERM)
+    text, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and "stopped; nothing is left running" in text
+    assert (world.output / "mlflow.breaks.saved").exists() and world.left() == []
+
+
 def test_sigkill_of_the_supervisor_leaves_nothing_and_up_starts_anew(world):
     child = world.up()
     read_until(child, "Ctrl-C")

@@ -2,7 +2,9 @@
 
 import pytest
 
+from flows.online.online_settings import load_online_settings
 from flows.runtime.settings_files import model_place
+from flows.service.configuration import load_service_settings
 from rl_core.errors import SettingsError
 
 
@@ -14,6 +16,18 @@ def test_the_current_folder_comes_first_then_the_files(tmp_path, monkeypatch):
     assert model_place("model", "base", beside) == str(beside / "base")
     (here / "base").mkdir()
     assert model_place("model", "base", beside) == str(here / "base")
+
+
+def test_a_file_that_is_not_there_names_the_shipped_one_of_its_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for load, name in ((load_service_settings, "service"), (load_online_settings, "online")):
+        with pytest.raises(
+            SettingsError, match=rf"^nothere: no such file, and no shipped config; these are shipped: {name};"
+        ):
+            load("nothere")
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(SettingsError, match=r"empty\.yaml: is empty; write settings into it"):
+        load_service_settings("empty.yaml")
 
 
 def test_a_name_of_the_hub_stays_and_a_path_must_be_there(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_every_own_route_has_a_call(service):
     calls = [
         client_calls.runs(1, 0), client_calls.run("R"), client_calls.checkpoints("R"), client_calls.requests("R", 1, 0),
         client_calls.status("R", "Q"), client_calls.cancel("R", "Q"), client_calls.queue_stats("R"),
-        client_calls.submit("R", question), client_calls.evaluation("R", "Q", 0.0), client_calls.metrics(),
+        client_calls.submit_evaluation("R", **question), client_calls.evaluation("R", "Q", 0.0), client_calls.metrics(),
     ]  # fmt: skip
     made = {(call.method, call.path.replace("/R", "/{run_id}").replace("/Q", "/{request_id}")) for call in calls}
     assert made == offered
@@ -286,7 +286,7 @@ def test_what_comes_again_and_what_does_not(monkeypatch):
 
     with ServiceClient(ADDRESS, "k", transport=httpx.MockTransport(answer)) as client:
         assert client.runs() == RunList(runs=[], total=0)
-        assert waits == [0.2, 0.4, 0.8]
+        assert waits == [0.0, 0.2, 0.4, 0.8]
 
     def refuse(request):
         raise httpx.ConnectError("connection refused")

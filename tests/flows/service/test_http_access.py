@@ -1,14 +1,17 @@
 """Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
 
+import asyncio
 import re
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pytest
 from helpers.service import random_data
 from helpers.service_clients import loss
+from helpers.service_http import ADDRESS
 
 from flows.service.store import Answer
 from flows.service.wire.tinker_paths import TinkerPath
@@ -120,6 +123,41 @@ def test_a_result_is_waited_for(idle, started):
     later.start()
     assert idle.post("retrieve_future", promise) == {"metrics": {}}
     later.join()
+
+
+def test_a_thousand_idle_polls_cost_one_look_each_and_hold_nobody_up(idle, started):
+    """While they are held, the store is looked at by one thread for all; other calls come through; one result wakes
+    its own polls, and the others are told to come again."""
+    _, run = started
+    object.__setattr__(idle.settings.server, "poll_seconds", 60.0)
+    promises = [idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}}) for n in range(4)]
+    room, looks = idle.client.app.app.state.server.room, []
+    result = idle.store.result
+    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+
+    async def poll():
+        transport = httpx.ASGITransport(app=idle.client.app)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS, timeout=60, limits=limits) as client:
+
+            async def send(path, body):
+                return await client.post(f"/api/v1/{path}", json=body, headers=dict(idle.client.headers))
+
+            polls = [asyncio.create_task(send("retrieve_future", promises[n % 4])) for n in range(1000)]
+            while len(room) < 1000 or len(looks) < 1000:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert (await send("client/config", {})).status_code == 200
+            assert len(looks) == 1000 and not any(poll.done() for poll in polls)
+            idle.store.finish([(promises[1]["request_id"], Answer(b'{"metrics": {}}', "json"))])
+            answered = await asyncio.gather(*polls[1::4])
+            assert not any(poll.done() for poll in polls[0::4])
+            room.close()  # the server ends: the others need not wait for their time
+            return answered, await asyncio.gather(*polls[0::4], *polls[2::4], *polls[3::4])
+
+    answered, others = idle.client.portal.call(poll)
+    assert {found.text for found in answered} == {'{"metrics": {}}'} and len(answered) == 250
+    assert {found.status_code for found in others} == {408} and len(others) == 750
 
 
 def test_large_results_are_announced_once(idle, started):

@@ -10,12 +10,14 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
 from helpers.waiting import free_ports
 
-from flows.service.supervising import same_store
+from flows.service.supervising import _stop, same_store
+from flows.service.worker.engine_process import NOT_SAVED
 from rl_core.settings import ServiceSettings
 
 
@@ -86,6 +88,23 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
     reader.join(timeout=10)
     assert lines[-1] == "stopped; every run is saved\n" and code == 0
     assert last and not any(Path(f"/proc/{process}").exists() for process in last)
+
+
+@pytest.mark.parametrize(("code", "is_saved"), [(143, True), (130, True), (NOT_SAVED, False), (137, False)])
+def test_the_end_of_the_worker_says_whether_all_is_saved(code, is_saved):
+    """A further signal while it saves is passed on."""
+    signals, waits, stops = [], [], [signal.SIGTERM]
+
+    def stop(now, seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            stops.append(signal.SIGINT)
+        return len(waits) > 3
+
+    worker = SimpleNamespace(process=SimpleNamespace(returncode=code), signal=signals.append, stop=stop)
+    assert _stop([worker], stops) is is_saved
+    assert signals == [signal.SIGTERM, signal.SIGTERM] and len(waits) == 4
+    assert _stop([], stops) is False
 
 
 def test_the_service_beside_pipelines(tmp_path):

@@ -306,3 +306,15 @@ def test_answers_of_samples():
     found.ParseFromString(encode("sample", answer)[0])
     assert np.frombuffer(found.target_prompt_logprobs.dense, "<f4").tolist() == [0, -5, -6, 0]
     assert list(found.target_prompt_logprobs.shape) == [2, 2]
+
+
+def test_the_clients_seed_is_that_of_adapter_and_heads():
+    """Without one it is the one drawn at acceptance, which a restart finds again."""
+
+    def made(lora):
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        command = decode("create_model", json.dumps(body).encode(), "json", {"seed": 99}, "r")
+        return command.seed, command.adapter.seed
+
+    assert made({"rank": 2, "seed": 7}) == (7, 7) and made({"rank": 2, "seed": 0}) == (0, 0)
+    assert made({"rank": 2}) == (99, 99)

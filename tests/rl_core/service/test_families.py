@@ -1,0 +1,111 @@
+"""Base models of families whose passes are transformers' own: every run in a pass of its own, as exact as elsewhere."""
+
+import copy
+
+import pytest
+import torch
+from helpers.service import bits, loss_request, make_base, make_engine, new_run, random_data, step_request
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+
+from rl_core.errors import ServiceError
+from rl_core.service.requests import AdapterConfig, CreateModel
+
+FAMILIES = {
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi": (PhiConfig, PhiForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+}
+RUNS = {"a": 4, "b": 2}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    config, model = FAMILIES[request.param]
+    place = tmp_path_factory.mktemp(request.param) / "base"
+    return make_base(place, config_class=config, model_class=model, tie_word_embeddings=False)
+
+
+def engine_with(folder, names):
+    engine = make_engine(folder)
+    for name in names:
+        new_run(engine, name, rank=RUNS[name], seed=RUNS[name])
+    return engine
+
+
+def trained(folder, names):
+    """States with a gradient, after an update and another pass."""
+    engine = engine_with(folder, names)
+    assert not engine.base_info("base").batches_runs
+    assert "is of another family than Llama, Qwen2, Qwen3" in engine.base_info("base").note
+    for seed in (1, 2):
+        found = engine.forward_backward([loss_request(name, random_data(seed * RUNS[name])) for name in names])
+        assert not any(isinstance(one, ServiceError) for one in found), found
+        if seed == 1:
+            engine.optim_steps([step_request(name) for name in names])
+    return {name: bits(engine.state_dict(name)) for name in names}
+
+
+def test_runs_beside_each_other_are_the_bits_of_each_alone(folder):
+    together = trained(folder, RUNS)
+    for name in RUNS:
+        assert trained(folder, [name])[name] == together[name]
+
+
+def test_the_gradient_is_autograds_of_the_merged_model(folder):
+    """Against torch in float64, to float32's rounding of the largest number of the gradient."""
+    engine, data = engine_with(folder, ["a"]), random_data(5, 3)
+    (answer,) = engine.forward_backward([loss_request("a", data)])
+    run, found = engine._run("a"), engine.state_dict("a")["gradient"]
+    model = copy.deepcopy(run.base.model).double()
+    factors = {name: p.detach().double().requires_grad_() for name, p in run.parameters.items() if "lora" in name}
+    merged = {
+        f"{name}.weight": model.get_submodule(name).weight
+        + update.scale * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
+        for name, update in run.adapter.items()
+    }
+    loss = 0.0
+    for datum in data:
+        ids = torch.from_numpy(datum.tokens)[None]
+        logits = torch.func.functional_call(model, merged, (ids,), {"use_cache": False}).logits[0]
+        p = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
+        loss = loss - (torch.from_numpy(datum.inputs["weights"]).double() * p).sum()
+    loss.backward()
+    largest = max(float(factor.grad.abs().max()) for factor in factors.values())
+    assert set(found) == set(factors) and largest > 1e-3
+    assert max(float((found[name].double() - factors[name].grad).abs().max()) for name in found) < 5e-6 * largest
+    assert answer.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_path):
+    """GPT-2's layers are no linear ones; by default an adapter would have trained its head alone, silently."""
+    folder = make_base(tmp_path / "base", config_class=GPT2Config, model_class=GPT2LMHeadModel)
+    engine = make_engine(folder)
+    with pytest.raises(ServiceError, match=r"'base' \(GPT2LMHeadModel\) has no linear layers for train_attn"):
+        engine.create_model(CreateModel(model_id="a", base="base", adapter=AdapterConfig(rank=2)))
+    engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
+    losses = []
+    for _ in range(3):
+        (found,) = engine.forward_backward([loss_request("full", random_data(0))])
+        engine.optim_step(step_request("full", 1e-3))
+        losses.append(found.metrics["loss:sum"])
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_a_head_that_caps_logits_is_refused(tmp_path):
+    folder = make_base(tmp_path / "base", config_class=Gemma2Config, model_class=Gemma2ForCausalLM)
+    with pytest.raises(ServiceError, match="base model 'base' cannot be served"):
+        make_engine(folder).create_model(CreateModel(model_id="a", base="base", adapter=AdapterConfig(rank=2)))
