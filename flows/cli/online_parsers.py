@@ -17,14 +17,21 @@ def _add_online(commands: Any) -> None:
     examples = [
         "online worker my_online.yaml    (until Ctrl-C)",
         "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
+        "online report outputs/demo/online/version-1",
         "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
     ]
-    about = "learn from recorded traffic under guardrails: worker (beside a server), replay (of a recorded buffer)"
+    about = "learn from recorded traffic under guardrails: worker, gate (beside a server), replay (of a buffer), report"
     parser = add_command(commands, "online", about, examples)
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
     worker = parts.add_parser("worker", help="learn from what a server writes into the buffer, until Ctrl-C")
     replay = parts.add_parser("replay", help="learn from a recorded buffer alone, with the live worker's numbers")
-    for one in (worker, replay):
+    gate = parts.add_parser("gate", help="play canary episodes of every new snapshot, until Ctrl-C")
+    report = parts.add_parser("report", help="one HTML file about a service: learning, guardrails, gate, alarms")
+    for one in (worker, gate):
+        one.add_argument("--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS)  # socket of the supervisor
+    report.add_argument("folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1")
+    report.add_argument("--output", "-o", metavar="FILE", help="default: report.html in that folder")
+    for one in (worker, gate, replay):
         one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
         _add_overrides(one)
     replay.add_argument(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.online.heartbeat import Heartbeat
 from rl_core.errors import DataError, SettingsError
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.assembly import BUFFER, assemble_worker
@@ -25,12 +26,16 @@ REPLAY = "replay.json"
 POLL_SECONDS = 0.1
 
 
-def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print) -> int:
+def follow_buffer(
+    settings: OnlineSettings, say: Callable[[str], None] = print, heart: Heartbeat | None = None
+) -> int:
     """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C; returns the signal.
 
     The state is saved at the end; after a kill the worker goes on from its last checkpoint, with equal numbers.
     """
     folder = make_folder(Path(settings.folder))
+    heart = heart or Heartbeat(None, settings.service.update_seconds)
+    heart.working()
     with (
         StopRequests() as stops,
         UpdateAudit(folder, settings.audit) as audit,
@@ -38,8 +43,11 @@ def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print) 
     ):
         held = len(worker.buffer)
         say(f"learning from {folder / BUFFER}: update {worker.updates}, {held} experiences; Ctrl-C stops it")
+        _show(worker, folder)
         while stops.signum is None:
+            heart.working()
             if not worker.step():
+                heart.waiting()
                 time.sleep(POLL_SECONDS)
             else:
                 _show(worker, folder)

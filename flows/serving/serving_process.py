@@ -17,6 +17,7 @@ from flows.operations.ports import check_port
 from flows.serving.chat_application import make_chat_app
 from flows.serving.chat_server import ChatServer
 from flows.serving.connections import bounded_connections, raise_file_limit
+from flows.serving.learning_start import Learner, LearningPlan
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion, load_served
 from rl_core.errors import BackendError, SettingsError
@@ -41,6 +42,7 @@ class Serving:
     place: ModelPlace
     model: ModelSettings = field(default_factory=ModelSettings)
     environment: EnvironmentSettings | None = None
+    learning: LearningPlan | None = None  # None = it does not learn
 
     @property
     def folder(self) -> Path:
@@ -81,19 +83,33 @@ def serve(serving: Serving, *, waits: bool = False, say: Callable[[str], None] =
     check_port(settings.port, "posttrain serve", "--port N")
     token = token_of(serving.folder)
     server = ChatServer(settings, serving.name, serving.folder, token, environment=serving.environment)
-    watch = ModelWatch(server, serving.place, settings, serving.model)
+    learner = _learner(serving)
+    watch = ModelWatch(server, serving.place, settings, serving.model, learner)
     try:
-        _load(server, serving, waits, say)
+        _load(server, serving, learner, waits, say)
         watch.start()
         _serve_http(server, serving, say)
     finally:
         watch.stop()
         server.close()
+        if learner is not None:
+            learner.stop()
 
 
-def _load(server: ChatServer, serving: Serving, waits: bool, say: Callable[[str], None]) -> None:
+def _learner(serving: Serving) -> Learner | None:
+    if serving.learning is None:
+        return None
+    return Learner(serving.learning, serving.place, serving.settings, serving.model, serving.name)
+
+
+def _load(
+    server: ChatServer, serving: Serving, learner: Learner | None, waits: bool, say: Callable[[str], None]
+) -> None:
     try:
-        server.begin(load_served(serving.place, serving.settings, serving.model))
+        if learner is not None:
+            learner.begin(server)
+        else:
+            server.begin(load_served(serving.place, serving.settings, serving.model))
     except NoChampion as error:
         if not waits:
             raise
@@ -132,6 +148,8 @@ def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str
     model = server.model
     say(f"serving    {serving.name} ({serving.place.reference}"
         f"{f', version {model.version}' if model is not None and serving.place.is_registered else ''})")  # fmt: skip
+    if serving.learning is not None and model is not None:
+        say(f"learning   snapshot {model.name}; records in {serving.learning.root}")
     say(f"base_url   {serving.address}")
     say(f"api_key    in {serving.folder / 'token'}")
     say("Ctrl-C stops it")

@@ -21,6 +21,7 @@ from rl_core.settings import (
     EnvironmentSettings,
     EvaluationSettings,
     ModelSettings,
+    OnlineSettings,
     PolicySettings,
     PreferenceSettings,
     RewardModelSettings,
@@ -267,6 +268,9 @@ class PipelineSettings(Settings):
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
     retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
     serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
+    online: OnlineSettings | None = setting(
+        None, doc="learning from what is served, `posttrain serve --learn`; `{}` = its defaults"
+    )
     stages: StagesSettings = setting(doc="what is done")
 
     def check(self) -> None:
