@@ -37,7 +37,6 @@ def run_gate(settings: OnlineSettings, say: Callable[[str], None] = print, heart
     heart.working()
     with StopRequests() as stops, FolderLock(make_folder(folder / "gate")):
         policy = load_policy(settings.model, seed=settings.seed)
-        policy.model.requires_grad_(False).eval()
         gate = CanaryGate(folder, settings, policy, environment, WeightSnapshots(folder / SNAPSHOTS, cached=3))
         say(f"gate of {folder}: {gate.gate.candidates} snapshots were tested; Ctrl-C stops it")
         while stops.signum is None:

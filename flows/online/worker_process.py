@@ -26,9 +26,7 @@ REPLAY = "replay.json"
 POLL_SECONDS = 0.1
 
 
-def follow_buffer(
-    settings: OnlineSettings, say: Callable[[str], None] = print, heart: Heartbeat | None = None
-) -> int:
+def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print, heart: Heartbeat | None = None) -> int:
     """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C; returns the signal.
 
     The state is saved at the end; after a kill the worker goes on from its last checkpoint, with equal numbers.

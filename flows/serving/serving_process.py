@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -124,7 +125,15 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
     raise_file_limit(settings.max_connections + 256)
     sys.setswitchinterval(SWITCH_SECONDS)
     http: Any = bounded_connections(settings.max_connections, settings.idle_seconds)
-    web = uvicorn.Server(uvicorn.Config(
+
+    class Web(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            """What is not answered in time is told so, before uvicorn cancels it."""
+            ending = asyncio.ensure_future(_end_answers(server))
+            await super().shutdown(sockets)
+            ending.cancel()
+
+    web = Web(uvicorn.Config(
         make_chat_app(server), http=http, host=settings.host, port=settings.port, log_level="warning",
         access_log=False, timeout_keep_alive=max(1, int(settings.idle_seconds)), backlog=2048, lifespan="on",
         timeout_graceful_shutdown=STOP_SECONDS, server_header=False, date_header=False,
@@ -139,6 +148,12 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
             ) from None
 
 
+async def _end_answers(server: ChatServer) -> None:
+    await asyncio.sleep(STOP_SECONDS - 1)
+    if server.answering is not None:
+        server.answering.loop.close()
+
+
 def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str], None]) -> None:
     """Print address and token once the server answers."""
     while not web.started and not web.should_exit:
@@ -146,10 +161,11 @@ def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str
     if not web.started:
         return
     model = server.model
+    is_known = model is not None and (serving.place.is_registered or serving.learning is not None)
     say(f"serving    {serving.name} ({serving.place.reference}"
-        f"{f', version {model.version}' if model is not None and serving.place.is_registered else ''})")  # fmt: skip
-    if serving.learning is not None and model is not None:
-        say(f"learning   snapshot {model.name}; records in {serving.learning.root}")
+        f"{f', version {model.name}' if model is not None and is_known else ''})")  # fmt: skip
+    if serving.learning is not None:
+        say(f"learning   in {serving.learning.root}")
     say(f"base_url   {serving.address}")
     say(f"api_key    in {serving.folder / 'token'}")
     say("Ctrl-C stops it")
