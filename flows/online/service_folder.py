@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.online.service_files import read_object
 from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import publish_folder
@@ -109,11 +110,7 @@ def _copied(source: Path, target: Path) -> dict[str, str]:
 
 def read_service(path: Path) -> dict[str, Any]:
     """Facts of a service's folder; {} where it is none."""
-    try:
-        found = json.loads((path / SERVICE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(path / SERVICE)
 
 
 def read_events(path: Path, count: int = 1000) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.assembly import BUFFER, assemble_worker
 from rl_core.online.experience_log import segments
+from rl_core.online.service_files import METRICS
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_worker import UpdateWorker
 from rl_core.online.weight_snapshots import weights_digest
@@ -19,9 +20,8 @@ from rl_core.settings import OnlineSettings
 from rl_core.storage.single_files import make_folder, write_json_atomic, write_text_unsynced
 from rl_core.training.signals import StopRequests
 
-__all__ = ["METRICS", "REPLAY", "follow_buffer", "replay_buffer"]
+__all__ = ["REPLAY", "follow_buffer", "replay_buffer"]
 
-METRICS = "worker.json"  # numbers of the worker, for live views: written after every update, never synced
 REPLAY = "replay.json"
 POLL_SECONDS = 0.1
 

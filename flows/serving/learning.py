@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 from flows.online.service_folder import ServiceFolder
 from flows.online.service_run import ServiceRun
 from flows.online.supervised_process import SupervisedProcess
-from flows.online.worker_process import METRICS
 from flows.serving.chat_server import ChatServer
 from flows.serving.feedback_journal import FeedbackJournal
 from flows.serving.snapshot_source import SnapshotSource, SnapshotWatch
@@ -21,7 +19,7 @@ from rl_core.errors import PosttrainError
 from rl_core.inference.served_answers import FeedbackLabel
 from rl_core.online.answer_log import AnswerLog
 from rl_core.online.assembly import BUFFER, online_environment
-from rl_core.online.canary_gate import read_gate
+from rl_core.online.service_files import METRICS, read_gate, read_object
 from rl_core.settings import OnlineSettings
 
 __all__ = ["LearningFeedback", "LearningService"]
@@ -143,11 +141,7 @@ class LearningService:
 
     def worker_numbers(self) -> dict[str, Any]:
         """The worker's newest numbers; {} before the first."""
-        try:
-            found = json.loads((self.folder.path / METRICS).read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_object(self.folder.path / METRICS)
 
     # Numbers
 

@@ -6,7 +6,6 @@ it had played, and never spends the same share of the error twice.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -21,28 +20,19 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.online.canary_episodes import canary_requests
 from rl_core.online.sequential_gate import RIVALS, SequentialGate
+from rl_core.online.service_files import GATE, METRICS, read_gate, read_object
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import OnlineSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
 
-__all__ = ["CHAMPION", "GATE", "CanaryGate", "read_gate"]
+__all__ = ["CHAMPION", "CanaryGate"]
 
 logger = logging.getLogger(__name__)
 
-GATE = "gate.json"
 CHAMPION = 0  # version of the snapshot that the service began with
 _KEPT = 1000  # decisions and orders in the file
-
-
-def read_gate(folder: Path) -> dict[str, Any]:
-    """The gate's file of a service; {} where there is none yet, or it cannot be read."""
-    try:
-        found = json.loads((folder / GATE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class CanaryGate:
@@ -56,6 +46,7 @@ class CanaryGate:
         self.gate = SequentialGate(settings.gate)
         self.round = 0  # looks of all candidates: draws the episodes
         self.tested = 0  # newest version that was a candidate
+        self.wanted: int | None = None  # the next candidate, once the worker says that it keeps it
         self.rival: int | None = None  # the live version that the candidate is compared with
         self.decisions: list[dict[str, Any]] = []
         self.orders: list[dict[str, Any]] = []  # to the worker, numbered
@@ -76,15 +67,22 @@ class CanaryGate:
         return True
 
     def _open(self, live: int) -> bool:
-        newer = [version for version in self.snapshots.versions() if version > max(self.tested, live)]
-        if not newer:
+        versions = self.snapshots.versions()
+        if self.wanted is None:
+            newer = [version for version in versions if version > max(self.tested, live)]
+            if newer:
+                self.wanted = newer[-1]
+                self._order("hold", self.wanted)
+                self.save()
             return False
-        if self.snapshots.find_weights(newer[-1]) is None:  # damaged, or gone just now: costs no share of the error
-            self.tested = newer[-1]
+        is_gone = self.wanted not in versions
+        if not is_gone and read_object(self.folder / METRICS).get("online/held_version") != self.wanted:
+            return False  # a worker that lags reads the order later
+        self.tested, self.wanted, self.rival = self.wanted, None, live
+        if is_gone or self.snapshots.find_weights(self.tested) is None:  # costs no share of the error
+            self.save()
             return False
-        self.tested, self.rival = newer[-1], live
         self.gate.open(self.tested)
-        self._order("hold", self.tested)
         self.save()
         return True
 
@@ -165,7 +163,7 @@ class CanaryGate:
         """Write everything down."""
         self.decisions, self.orders = self.decisions[-_KEPT:], self.orders[-_KEPT:]
         write_json_atomic(self.folder / GATE, {
-            "gate": self.gate.state_dict(), "round": self.round, "tested": self.tested, "rival": self.rival,
+            "gate": self.gate.state_dict(), "round": self.round, "tested": self.tested, "rival": self.rival, "wanted": self.wanted,
             "decisions": self.decisions, "orders": self.orders, "metrics": self.gate.metrics(),
         })  # fmt: skip
         fault("online.gated")
@@ -175,4 +173,5 @@ class CanaryGate:
         if found:
             self.gate.load_state_dict(found["gate"])
             self.round, self.tested, self.rival = found["round"], found["tested"], found["rival"]
+            self.wanted = found["wanted"]
             self.decisions, self.orders = found["decisions"], found["orders"]

@@ -40,7 +40,7 @@ class RecordIntake:
         self.drift = DriftMonitor(settings.drift)
         self.precision = PseudoLabelPrecision()
         self.counts: Counter[str] = Counter()
-        self.records = 0  # read so far
+        self.records = 0  # answers and labels read so far
         self.last_digest = ""
 
     def take(self, record: LogRecord, place: object, version: int) -> None:
@@ -49,7 +49,7 @@ class RecordIntake:
         Args:
             place: of the log, for the warning. version: the worker's newest update.
         """
-        self.records += 1
+        self.records += record.kind != "control"  # orders follow from updates, and must not cause any
         self.last_digest = record_digest(record)
         try:
             if record.kind == "experience":

@@ -97,7 +97,7 @@ class UpdateWorker:
 
     @property
     def records(self) -> int:
-        """Records read so far."""
+        """Answers and labels read so far; orders do not count."""
         return self.intake.records
 
     # Steps
@@ -294,6 +294,7 @@ class UpdateWorker:
             "online/updates": float(self.updates),
             "online/snapshot_version": float(self.served),
             "online/live_version": float(self.live),
+            "online/held_version": float(-1 if self.held is None else self.held),
             "online/paused": float(bool(self.paused)),
         }
         if report is not None and report.losses:
