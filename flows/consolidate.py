@@ -28,8 +28,9 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_file, read_manifest
-from tasks.config import OwnStageSettings, PipelineSettings, PromotionSettings, StagesSettings
+from tasks.config import PipelineSettings, PromotionSettings
 from tasks.config.own_stages import load_own_stages
+from tasks.config.settings import OwnStageSettings, StagesSettings
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["ConsolidationResult", "LiveSnapshot", "consolidate", "live_snapshot", "run_consolidation"]

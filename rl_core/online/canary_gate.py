@@ -163,7 +163,8 @@ class CanaryGate:
         """Write everything down."""
         self.decisions, self.orders = self.decisions[-_KEPT:], self.orders[-_KEPT:]
         write_json_atomic(self.folder / GATE, {
-            "gate": self.gate.state_dict(), "round": self.round, "tested": self.tested, "rival": self.rival, "wanted": self.wanted,
+            "gate": self.gate.state_dict(), "round": self.round, "tested": self.tested, "rival": self.rival,
+            "wanted": self.wanted,
             "decisions": self.decisions, "orders": self.orders, "metrics": self.gate.metrics(),
         })  # fmt: skip
         fault("online.gated")
