@@ -30,7 +30,7 @@ def online(arguments: argparse.Namespace) -> int:
 
     disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if arguments.part in ("worker", "gate"):
+    if arguments.part in ("worker", "gate", "standby"):
         return _run(arguments, settings)
     output = Path(arguments.output)
     found = replay_buffer(settings, Path(arguments.buffer), output, lambda text: print(text, flush=True))
@@ -46,9 +46,15 @@ def _run(arguments: argparse.Namespace, settings: OnlineSettings) -> int:
     from flows.online.heartbeat import Heartbeat
     from flows.online.worker_process import follow_buffer
 
-    run = follow_buffer if arguments.part == "worker" else run_gate
+    part = arguments.part
     if arguments.heartbeat is not None:
         os.nice(settings.service.nice)  # answers come first
+    if part == "standby":
+        from flows.online.standby_process import wait_for_part
+
+        if not (part := wait_for_part(arguments.heartbeat, settings)):
+            return 0
+    run = follow_buffer if part == "worker" else run_gate
     with Heartbeat(arguments.heartbeat, settings.service.update_seconds) as heart:
         return 128 + run(settings, lambda text: print(text, flush=True), heart)
 

@@ -27,11 +27,12 @@ def _add_online(commands: Any) -> None:
     replay = parts.add_parser("replay", help="learn from a recorded buffer alone, with the live worker's numbers")
     gate = parts.add_parser("gate", help="play canary episodes of every new snapshot, until Ctrl-C")
     report = parts.add_parser("report", help="one HTML file about a service: learning, guardrails, gate, alarms")
-    for one in (worker, gate):
+    standby = parts.add_parser("standby")  # of the server's own: no help
+    for one in (worker, gate, standby):
         one.add_argument("--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS)  # socket of the supervisor
     report.add_argument("folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1")
     report.add_argument("--output", "-o", metavar="FILE", help="default: report.html in that folder")
-    for one in (worker, gate, replay):
+    for one in (worker, gate, standby, replay):
         one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
         _add_overrides(one)
     replay.add_argument(

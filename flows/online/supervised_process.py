@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl_core.storage.single_files import open_log
 
-__all__ = ["SupervisedProcess"]
+__all__ = ["Standby", "SupervisedProcess"]
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,72 @@ STEADY_SECONDS = 30.0  # of life, after which the next start is at once
 LONGEST_WAIT = 30.0
 STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 LOG_BYTES = 4 * 2**20
+
+
+class Standby:
+    """A spare process that has imported everything, and becomes the next worker or gate: a restart takes a second or
+    two in place of the time that torch takes to load."""
+
+    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+        """command: as for `SupervisedProcess`; the process says by a byte that it is ready."""
+        self._command, self._log = list(command), log_path
+        self._spare: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The spare process."""
+        return self._spare[0] if self._spare is not None else None
+
+    def keep(self) -> None:
+        """Start a spare where there is none."""
+        if self._spare is not None and self._spare[0].poll() is not None:
+            self._spare[1].close()
+            self._spare = None
+        if self._spare is None:
+            self._spare = spawn_beating(self._command, self._log)
+
+    def take(self, part: str) -> tuple[subprocess.Popen[bytes], socket.socket] | None:
+        """The spare as this part from now on; None where none is ready."""
+        if self._spare is None or self._spare[0].poll() is not None or not received(self._spare[1]):
+            return None
+        spare, self._spare = self._spare, None
+        try:
+            spare[1].sendall(f"{part}\n".encode())
+        except OSError:
+            return None
+        return spare
+
+    def stop(self) -> None:
+        """End the spare."""
+        if self._spare is not None:
+            self._spare[1].close()
+            self._spare[0].kill()
+            self._spare[0].wait()
+            self._spare = None
+
+
+def spawn_beating(command: Sequence[str], log_path: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process with the number of its heartbeat's descriptor as last argument, and our end. Raises: OSError."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        with open_log(log_path, append_up_to=LOG_BYTES) as out, theirs:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
+
+
+def received(ours: socket.socket) -> bool:
+    """True = the other end has sent something."""
+    try:
+        return bool(ours.recv(65_536))
+    except OSError:  # nothing there
+        return False
 
 
 class SupervisedProcess:
@@ -37,11 +103,12 @@ class SupervisedProcess:
         *,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = lambda text: None,
+        standby: Standby | None = None,
     ) -> None:
         """command: is given the number of its heartbeat's descriptor as last argument. tell: takes a sentence about
         every end that nobody asked for."""
         self.name, self._command, self._log = name, list(command), log_path
-        self._clock, self._tell = clock, tell
+        self._clock, self._tell, self._standby = clock, tell, standby
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
         self.failures = 0  # in a row
@@ -64,7 +131,8 @@ class SupervisedProcess:
         if (code := self.process.poll()) is not None:
             self._ended(now, f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
             return
-        if self._take_beats():
+        assert self._beats is not None
+        if received(self._beats):
             self._last, self._has_beaten = now, True
         limit = HANG_SECONDS if self._has_beaten else START_SECONDS
         if now - self._last > limit:
@@ -85,26 +153,13 @@ class SupervisedProcess:
         self._clear()
 
     def _start(self, now: float) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        found = self._standby.take(self.name) if self._standby is not None else None
         try:
-            with open_log(self._log, append_up_to=LOG_BYTES) as out, theirs:
-                self.process = subprocess.Popen(
-                    [*self._command, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    pass_fds=(theirs.fileno(),), start_new_session=True,
-                )  # fmt: skip
+            self.process, self._beats = found or spawn_beating(self._command, self._log)
         except OSError as error:  # temporarily out of memory, processes or disk
-            ours.close()
             self._ended(now, f"cannot be started: {error}")
             return
-        self._beats, self._began, self._last, self._has_beaten = ours, now, now, False
-
-    def _take_beats(self) -> bool:
-        assert self._beats is not None
-        try:
-            return bool(self._beats.recv(65_536))
-        except OSError:  # nothing there
-            return False
+        self._began, self._last, self._has_beaten = now, now, False
 
     def _ended(self, now: float, how: str) -> None:
         self._clear()

@@ -11,7 +11,7 @@ from typing import Any
 
 from flows.online.service_folder import ServiceFolder
 from flows.online.service_run import ServiceRun
-from flows.online.supervised_process import SupervisedProcess
+from flows.online.supervised_process import Standby, SupervisedProcess
 from flows.serving.chat_server import ChatServer
 from flows.serving.feedback_journal import FeedbackJournal
 from flows.serving.snapshot_source import SnapshotSource, SnapshotWatch
@@ -53,6 +53,7 @@ class LearningService:
         self.server: ChatServer | None = None
         self.watch: SnapshotWatch | None = None
         self.processes: list[SupervisedProcess] = []
+        self.standby: Standby | None = None
         self._orders_taken = folder.orders_taken
         self._decisions: int | None = None  # told so far; None = those of before are no news
         self._paused = ""
@@ -69,6 +70,8 @@ class LearningService:
             self.watch.stop()
         for thread in self._threads:
             thread.join(30)
+        if self.standby is not None:
+            self.standby.stop()
         for process in self.processes:
             process.stop()
         self.answers.__exit__(None, None, None)
@@ -78,13 +81,16 @@ class LearningService:
         assert server.model is not None
         self.server = server
         path = self.folder.write_settings(self.settings)
+        own = [sys.executable, "-m", "flows.cli.main", "online"]
+        if self.settings.service.standby:
+            self.standby = Standby([*own, "standby", str(path), "--heartbeat"], self.folder.path / "standby.log")
         parts = ["worker"]
         if self.settings.service.run_gate and self.answers.environment is not None:
             parts.append("gate")
         self.processes = [
             SupervisedProcess(
-                part, [sys.executable, "-m", "flows.cli.main", "online", part, str(path), "--heartbeat"],
-                self.folder.path / f"{part}.log", tell=lambda text: self.tell("restart", text),
+                part, [*own, part, str(path), "--heartbeat"],
+                self.folder.path / f"{part}.log", tell=lambda text: self.tell("restart", text), standby=self.standby,
             )
             for part in parts
         ]  # fmt: skip
@@ -111,6 +117,8 @@ class LearningService:
             for process in self.processes:
                 process.step()
             try:
+                if self.standby is not None and all(process.is_up for process in self.processes):
+                    self.standby.keep()  # once the others have started: it would take their processor time
                 self._hand_orders()
                 self._look_at_alarms()
             except PosttrainError as error:

@@ -220,6 +220,9 @@ class OnlineServiceSettings(Settings):
     nice: int = setting(
         10, ge=0, le=19, doc="priority of worker and gate behind the server, as in `nice`; 0 = the same"
     )
+    standby: bool = setting(
+        True, doc="keep a spare process that has loaded everything, so that a restart takes a moment; costs its memory"
+    )
     run_gate: bool = setting(True, doc="play canary episodes; false: snapshots go live by orders alone")
     metrics_seconds: float = setting(10.0, gt=0, le=1e6, doc="seconds between two entries of the service's MLflow run")
 

@@ -10,7 +10,7 @@ from helpers.waiting import wait_for
 
 from flows.online import heartbeat
 from flows.online.heartbeat import Heartbeat
-from flows.online.supervised_process import HANG_SECONDS, SupervisedProcess
+from flows.online.supervised_process import HANG_SECONDS, Standby, SupervisedProcess
 
 BEAT_ONCE = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); time.sleep(600)"
 DIE = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); sys.exit(3)"
@@ -126,3 +126,27 @@ def test_without_its_server_it_stops(beating, monkeypatch):
 def test_one_that_nobody_supervises_beats_nowhere():
     with Heartbeat(None, 1.0) as heart:
         heart.working(), heart.waiting()
+
+
+SPARE = (
+    "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'r');"
+    "part = s.recv(64); print(part.decode(), flush=True); s.send(b'.') if part else None; time.sleep(600)"
+)
+
+
+def test_a_spare_takes_the_place_of_one_that_died(supervised, tmp_path, request):
+    process, now, _ = supervised(BEAT_ONCE)
+    process._standby = spare = Standby([sys.executable, "-S", "-c", SPARE], tmp_path / "standby.log")
+    request.addfinalizer(spare.stop)
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    spare.keep()
+    waiting = spare.process
+    spare.keep()
+    assert spare.process is waiting
+    process.process.kill()
+    step_until(process, lambda: process.process is None, "its end")
+    time.sleep(0.3)  # the spare has to be ready; else another process is started
+    process.step()
+    assert process.process is waiting and spare.process is None
+    step_until(process, lambda: process.is_up, "the spare's sign of life")
+    assert (tmp_path / "standby.log").read_text().startswith("worker")
