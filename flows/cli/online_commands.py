@@ -21,6 +21,8 @@ def online(arguments: argparse.Namespace) -> int:
     """Run one of its commands."""
     if arguments.part == "report":
         return _report(arguments)
+    if arguments.part == "consolidate":
+        return _consolidate(arguments)
     from flows.online.online_settings import load_online_settings
 
     settings = load_online_settings(arguments.config, arguments.set)
@@ -30,6 +32,8 @@ def online(arguments: argparse.Namespace) -> int:
 
     disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if arguments.part == "export":
+        return _export(settings, Path(arguments.output))
     if arguments.part in ("worker", "gate", "standby"):
         return _run(arguments, settings)
     output = Path(arguments.output)
@@ -64,4 +68,42 @@ def _report(arguments: argparse.Namespace) -> int:
     from flows.online.service_report import write_report
 
     print(write_report(Path(arguments.folder), Path(arguments.output) if arguments.output else None))
+    return 0
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    """The live snapshot through evaluation and promotion gate."""
+    from flows.cli.arguments_to_settings import connect_mlflow, warn
+    from tasks.config import load
+
+    given = [*arguments.set, *([f"output={arguments.output}"] if arguments.output else [])]
+    settings = load(arguments.config, given, warn=warn)
+    connect_mlflow(Path(settings.output).resolve())
+    from flows.consolidate import run_consolidation
+
+    result = run_consolidation(settings)
+    print(f"{result.status}: {result.message}")
+    return 0
+
+
+def _export(settings: OnlineSettings, output: Path) -> int:
+    """Write the right episodes of the service's buffer."""
+    import json
+
+    from rl_core.errors import SettingsError
+    from rl_core.online.assembly import BUFFER, online_environment
+    from rl_core.online.demonstrations import demonstrations
+    from rl_core.storage.single_files import write_text_atomic
+
+    environment = online_environment(settings.environment)
+    if environment is None:
+        raise SettingsError(
+            "environment: conversations are kept as tokens; only episodes of an environment can be exported"
+        )
+    rows = [
+        json.dumps(row, ensure_ascii=False)
+        for row in demonstrations(Path(settings.folder) / BUFFER, settings.labels, environment)
+    ]
+    write_text_atomic(output, "\n".join(rows) + "\n")
+    print(f"{output}: {len(rows)} episodes; `stages.prepare_data.demonstrations` of a retraining takes them")
     return 0

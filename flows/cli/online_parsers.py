@@ -18,6 +18,7 @@ def _add_online(commands: Any) -> None:
         "online worker my_online.yaml    (until Ctrl-C)",
         "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
         "online report outputs/demo/online/version-1",
+        "online consolidate demo",
         "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
     ]
     about = "learn from recorded traffic under guardrails: worker, gate (beside a server), replay (of a buffer), report"
@@ -35,6 +36,16 @@ def _add_online(commands: Any) -> None:
     for one in (worker, gate, standby, replay):
         one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
         _add_overrides(one)
+    export = parts.add_parser("export", help="right episodes of a recorded buffer as demonstrations, for `retrain`")
+    export.add_argument("config", metavar="CONFIG", help="online.yaml of the service's folder")
+    _add_overrides(export)
+    export.add_argument("--output", "-o", metavar="FILE", required=True, help="JSON lines, written anew")
+    consolidate = parts.add_parser("consolidate", help="take what went live to the promotion gate of its pipeline")
+    consolidate.add_argument(
+        "config", metavar="CONFIG", help="the pipeline: its YAML file, or the name of a shipped one"
+    )
+    _add_overrides(consolidate)
+    consolidate.add_argument("--output", "-o", metavar="FOLDER", help="in place of the pipeline's `output`")
     replay.add_argument(
         "--buffer", metavar="DIR", required=True, help="folder of the recorded buffer, or the service's folder"
     )

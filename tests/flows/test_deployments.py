@@ -30,7 +30,8 @@ def check(entrypoint, parameters):
 
 
 def test_the_deployments_are_the_ones_that_the_readme_describes():
-    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze"}
+    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze",
+             "nightly-consolidate"}  # fmt: skip
     assert set(DEPLOYMENTS) == names
     readme = (FOLDER / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in [*names, *AUTOMATIONS])
