@@ -16,7 +16,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.online.service_folder import read_service
+from flows.online.learning_folder import read_service
 from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived

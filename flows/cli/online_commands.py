@@ -47,7 +47,7 @@ def online(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, settings: OnlineSettings) -> int:
     """A process beside a server, until it is asked to stop."""
     from flows.online.gate_process import run_gate
-    from flows.online.heartbeat import Heartbeat
+    from flows.online.heartbeat import LifeSign
     from flows.online.worker_process import follow_buffer
 
     part = arguments.part
@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace, settings: OnlineSettings) -> int:
         if not (part := wait_for_part(arguments.heartbeat, settings)):
             return 0
     run = follow_buffer if part == "worker" else run_gate
-    with Heartbeat(arguments.heartbeat, settings.service.update_seconds) as heart:
+    with LifeSign(arguments.heartbeat, settings.service.update_seconds) as heart:
         return 128 + run(settings, lambda text: print(text, flush=True), heart)
 
 

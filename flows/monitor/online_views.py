@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.monitor.charts import NONE, Drawn, chart, duration, number, table
-from flows.online.service_folder import read_events, read_service
+from flows.online.learning_folder import read_events, read_service
 from flows.online.service_report import ServiceRecord, read_record
 
 __all__ = ["newest_service", "online"]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.online.heartbeat import Heartbeat
+from flows.online.heartbeat import LifeSign
 from rl_core.api.policy import load_policy
 from rl_core.errors import SettingsError
 from rl_core.online.assembly import SNAPSHOTS, online_environment
@@ -22,7 +22,7 @@ __all__ = ["run_gate"]
 POLL_SECONDS = 0.5
 
 
-def run_gate(settings: OnlineSettings, say: Callable[[str], None] = print, heart: Heartbeat | None = None) -> int:
+def run_gate(settings: OnlineSettings, say: Callable[[str], None] = print, heart: LifeSign | None = None) -> int:
     """Test snapshots until SIGTERM or Ctrl-C; returns the signal.
 
     Raises: SettingsError where there is no environment, whose episodes a gate needs; FolderBusy beside another gate.
@@ -33,7 +33,7 @@ def run_gate(settings: OnlineSettings, say: Callable[[str], None] = print, heart
         raise SettingsError(
             "environment: a gate needs canary episodes, so name an environment, or set service.run_gate=false"
         )
-    heart = heart or Heartbeat(None, settings.service.update_seconds)
+    heart = heart or LifeSign(None, settings.service.update_seconds)
     heart.working()
     with StopRequests() as stops, FolderLock(make_folder(folder / "gate")):
         policy = load_policy(settings.model, seed=settings.seed)

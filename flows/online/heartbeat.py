@@ -15,14 +15,14 @@ import time
 
 from rl_core.storage.faults import fault
 
-__all__ = ["Heartbeat"]
+__all__ = ["LifeSign"]
 
 BEAT_SECONDS = 0.5
 IDLE_SECONDS = 1.5  # within which a process that only waits has to say so again
 ORPHAN_SECONDS = 2.0  # to save what it has, once its server is gone
 
 
-class Heartbeat:
+class LifeSign:
     """The sender; a context manager. Without a descriptor it does nothing."""
 
     def __init__(self, descriptor: int | None, work_seconds: float) -> None:
@@ -33,7 +33,7 @@ class Heartbeat:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> LifeSign:
         if self._socket is not None:
             self._thread.start()
         return self

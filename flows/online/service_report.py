@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.online.service_folder import read_events, read_service
+from flows.online.learning_folder import read_events, read_service
 from rl_core.analysis.report import html_page, html_table, safe_text
 from rl_core.errors import DataError
 from rl_core.online.service_files import CONTRIBUTION, METRICS, read_gate, read_object

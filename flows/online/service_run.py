@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
-from flows.online.service_folder import ServiceFolder
+from flows.online.learning_folder import LearningFolder
 from rl_core.settings import OnlineSettings
 from tasks.tracking import Tracking
 from tasks.tracking.beside import alerts_of
@@ -18,7 +18,7 @@ class ServiceRun:
     """The run; its step is the second of the service's life."""
 
     def __init__(
-        self, tracking: Tracking, folder: ServiceFolder, settings: OnlineSettings, name: str,
+        self, tracking: Tracking, folder: LearningFolder, settings: OnlineSettings, name: str,
         alerts: Mapping[str, str],
     ) -> None:  # fmt: skip
         """alerts: conditions on metrics beside that of a pause, which is always there."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.online.heartbeat import Heartbeat
+from flows.online.heartbeat import LifeSign
 from rl_core.errors import DataError, SettingsError
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.assembly import BUFFER, assemble_worker
@@ -26,13 +26,13 @@ REPLAY = "replay.json"
 POLL_SECONDS = 0.1
 
 
-def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print, heart: Heartbeat | None = None) -> int:
+def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print, heart: LifeSign | None = None) -> int:
     """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C; returns the signal.
 
     The state is saved at the end; after a kill the worker goes on from its last checkpoint, with equal numbers.
     """
     folder = make_folder(Path(settings.folder))
-    heart = heart or Heartbeat(None, settings.service.update_seconds)
+    heart = heart or LifeSign(None, settings.service.update_seconds)
     heart.working()
     with (
         StopRequests() as stops,

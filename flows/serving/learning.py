@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flows.online.service_folder import ServiceFolder
+from flows.online.learning_folder import LearningFolder
 from flows.online.service_run import ServiceRun
 from flows.online.supervised_process import Standby, SupervisedProcess
 from flows.serving.chat_server import ChatServer
@@ -45,7 +45,7 @@ class LearningFeedback:
 class LearningService:
     """Everything beside the answers; a context manager. `start` once the server has a model."""
 
-    def __init__(self, folder: ServiceFolder, settings: OnlineSettings, source: SnapshotSource,
+    def __init__(self, folder: LearningFolder, settings: OnlineSettings, source: SnapshotSource,
                  make_run: Callable[[], ServiceRun]) -> None:  # fmt: skip
         """make_run: starts the MLflow run; called on a thread, as the store may be slow."""
         self.folder, self.settings, self.source, self._make_run = folder, settings, source, make_run

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.online.service_folder import ServiceFolder, pipeline_settings, read_service
+from flows.online.learning_folder import LearningFolder, pipeline_settings, read_service
 from flows.online.service_run import ServiceRun
 from flows.serving.chat_server import ChatServer
 from flows.serving.feedback_journal import FeedbackJournal
@@ -97,13 +97,13 @@ class Learner:
         if service is not None:
             service.__exit__(None, None, None)
 
-    def _folder(self, found: ModelVersion | None) -> ServiceFolder:
+    def _folder(self, found: ModelVersion | None) -> LearningFolder:
         """The service's folder: that of the lineage of a champion which was learned here, else one of its own."""
         if found is not None and (base := found.tags.get(BASE_TAG)):
             for path in sorted(self._plan.root.glob("*")):
                 facts = read_service(path)
                 if facts.get("model_sha256") == base:
-                    return ServiceFolder(path, facts)
+                    return LearningFolder(path, facts)
         source = self._place.folder(found)
         if isinstance(source, str):
             raise SettingsError(
@@ -112,12 +112,12 @@ class Learner:
         name = f"version-{found.version}" if found is not None else f"model-{digest_folder(source)[:12]}"
         facts = {"name": self._name, "reference": self._place.reference}
         facts |= {"version": found.version, "registered": found.name} if found is not None else {}
-        return ServiceFolder.open(self._plan.root / name, source, facts)
+        return LearningFolder.open(self._plan.root / name, source, facts)
 
     @staticmethod
     def _is_own(found: ModelVersion, facts: dict[str, object]) -> bool:
         return found.tags.get(BASE_TAG) == facts.get("model_sha256")
 
-    def _run(self, folder: ServiceFolder, settings: OnlineSettings) -> ServiceRun:
+    def _run(self, folder: LearningFolder, settings: OnlineSettings) -> ServiceRun:
         tracking = Tracking(self._place.tracking_uri, self._place.output, self._plan.experiment)
         return ServiceRun(tracking, folder, settings, self._name, self._plan.alerts)

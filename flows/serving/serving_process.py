@@ -128,7 +128,7 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
 
     class Web(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:
-            """What is not answered in time is told so, before uvicorn cancels it."""
+            """Tell requests that are not answered in time so, before uvicorn cancels them."""
             ending = asyncio.ensure_future(_end_answers(server))
             await super().shutdown(sockets)
             ending.cancel()

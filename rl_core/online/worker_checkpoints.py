@@ -4,25 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from rl_core.errors import CheckpointError, CorruptError, ResumeRefused
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.online.experience import Experience
+from rl_core.online.experience_buffer import ExperienceBuffer
 from rl_core.online.experience_log import LogReader, segments
-from rl_core.online.record_intake import record_digest
+from rl_core.online.labelled_rewards import ExperienceScorer
+from rl_core.online.record_intake import RecordIntake, record_digest
+from rl_core.online.update_step import GuardedLearner
+from rl_core.online.update_task import RunningBaseline
+from rl_core.settings import OnlineSettings
+from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
 from rl_core.storage.rng_state import restore_rng, rng_state
 
-if TYPE_CHECKING:
-    from rl_core.online.update_worker import UpdateWorker
-
 __all__ = ["prune_worker", "restore", "save_worker", "worker_state"]
+
+
+class CheckpointedWorker(Protocol):
+    """The parts of an `UpdateWorker` that are saved, restored and pruned."""
+
+    store: CheckpointStore
+    log: Path
+    learner: GuardedLearner
+    scorer: ExperienceScorer
+    settings: OnlineSettings
+    fingerprint: dict[str, Any]
+    intake: RecordIntake
+    buffer: ExperienceBuffer
+    baseline: RunningBaseline
+    reader: LogReader
+    updates: int
+    served: int
+    live: int
+    past: list[int]
+    held: int | None
+    paused: str
+    referenced: set[int]
+    needed: int
+
 
 _PLAIN = ("updates", "served", "live", "past", "held", "paused")
 
 
-def save_worker(worker: UpdateWorker, *, prune: bool = False) -> None:
+def save_worker(worker: CheckpointedWorker, *, prune: bool = False) -> None:
     """Publish a checkpoint. With `prune`, then remove snapshots and segments that nothing refers to any more.
 
     Which snapshots are there decides how the old distribution is known, so they are removed after the same updates in
@@ -43,7 +71,7 @@ def save_worker(worker: UpdateWorker, *, prune: bool = False) -> None:
         prune_worker(worker)
 
 
-def worker_state(worker: UpdateWorker) -> dict[str, Any]:
+def worker_state(worker: CheckpointedWorker) -> dict[str, Any]:
     """State of the worker besides weights, optimizer and rewards."""
     return {
         **{name: getattr(worker, name) for name in _PLAIN},
@@ -55,7 +83,7 @@ def worker_state(worker: UpdateWorker) -> dict[str, Any]:
     }
 
 
-def restore(worker: UpdateWorker, state: Mapping[str, Any]) -> bool:
+def restore(worker: CheckpointedWorker, state: Mapping[str, Any]) -> bool:
     """Load a checkpoint; returns True where it was to be followed by `prune_worker`.
 
     Raises: ResumeRefused for one of other settings; CheckpointError where the log lacks records of the buffer.
@@ -76,7 +104,7 @@ def restore(worker: UpdateWorker, state: Mapping[str, Any]) -> bool:
     return bool(saved["prune"])
 
 
-def prune_worker(worker: UpdateWorker) -> None:
+def prune_worker(worker: CheckpointedWorker) -> None:
     """Remove snapshots and segments that nothing refers to any more."""
     referenced = worker.buffer.referenced_versions() | {worker.live, worker.served, *worker.past[-1:]}
     referenced |= {worker.held} if worker.held is not None else set()
@@ -88,7 +116,7 @@ def prune_worker(worker: UpdateWorker) -> None:
     fault("online.pruned")
 
 
-def _remove_segments(worker: UpdateWorker) -> None:
+def _remove_segments(worker: CheckpointedWorker) -> None:
     """Remove segments whose records are read, and gone from the buffer since two checkpoints; the last stays."""
     first = worker.buffer.first_number()
     limit = worker.reader.last if first is None else min(first, worker.reader.last)
@@ -98,7 +126,7 @@ def _remove_segments(worker: UpdateWorker) -> None:
     worker.needed = limit
 
 
-def _check_fingerprint(worker: UpdateWorker, saved: Mapping[str, Any]) -> None:
+def _check_fingerprint(worker: CheckpointedWorker, saved: Mapping[str, Any]) -> None:
     if saved != worker.fingerprint:
         names = {*saved, *worker.fingerprint}
         changed = sorted(name for name in names if saved.get(name) != worker.fingerprint.get(name))
@@ -108,7 +136,7 @@ def _check_fingerprint(worker: UpdateWorker, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _experiences(worker: UpdateWorker, saved: Mapping[str, Any]) -> dict[int, Experience]:
+def _experiences(worker: CheckpointedWorker, saved: Mapping[str, Any]) -> dict[int, Experience]:
     """The buffer's experiences, from the log. Raises: CorruptError where the log is another one."""
     intake, last = saved["intake"], saved["last_record"]
     wanted = dict(zip(intake["buffer"]["numbers"], intake["buffer"]["digests"], strict=True))

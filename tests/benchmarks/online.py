@@ -8,8 +8,8 @@
 
 shift, guardrails: in this process, with the parts that a service has (sessions with votes, the log, the update worker,
 the gate), without HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is
-not made again. load: `posttrain serve` with and without --learn, under tests/benchmarks/serving.py's clients. faults: the
-slow test of kills, again and again. Without --model the policy is trained first: SFT on easy and medium levels alone.
+not made again. load: `posttrain serve` with and without --learn, under the
+clients of tests/benchmarks/serving.py. faults: the slow test of kills, again and again. Without --model the policy is trained first: SFT on easy and medium levels alone.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ class Service:
             if not is_canary(self.environment, level, seed):
                 asked.append(EpisodeRequest(level, seed))
         self.take_live()
-        groups = collect(self.environment, self.policy.backend(), self.policy.renderer, asked, group_size=SAMPLES,
-                         sampling=sampling(1.0), seed=self.seed * 10_007 + number, policy_version=self.live)  # fmt: skip
+        groups = collect(
+            self.environment, self.policy.backend(), self.policy.renderer, asked, group_size=SAMPLES,
+            sampling=sampling(1.0), seed=self.seed * 10_007 + number, policy_version=self.live,
+        )  # fmt: skip
         for index, group in enumerate(groups):
             request = f"r{number}-{index}"
             caller = "crowd" if rng.random() < self.arm.get("crowd", 0.0) else f"c{rng.randrange(20)}"
@@ -178,7 +180,8 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -
     )
 
     update = {"learning_rate": 1e-4, "max_learning_rate": 2e-4, "min_learning_rate": 1e-6, "batch_size": 16,
-              "first_update": 16, "update_every": 8, "snapshot_every": 8, "ema_decay": 0.9, **arm.get("update", {})}  # fmt: skip
+              "first_update": 16, "update_every": 8, "snapshot_every": 8, "ema_decay": 0.9}  # fmt: skip
+    update |= arm.get("update", {})
     return OnlineSettings(
         folder=str(folder), model=ModelSettings(path=str(model), device="cpu"), seed=seed,
         environment=EnvironmentSettings(name="pixel_grid", options={"unsupported_reward": 0.5}),
@@ -232,7 +235,7 @@ def offline(place: Path, model: Path, seed: int, requests: int, episodes: int) -
         return
     from rl_core import grpo, load_policy
     from rl_core.environments import make
-    from rl_core.settings import ModelSettings, PolicySettings
+    from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings
 
     policy, environment = load_policy(ModelSettings(path=str(model), device="cpu")), make(
         "pixel_grid", {"unsupported_reward": 0.5}
@@ -240,7 +243,7 @@ def offline(place: Path, model: Path, seed: int, requests: int, episodes: int) -
     before = {level: success_of(policy, environment, level, episodes) for level in ("hard", "medium", "easy")}
     settings = PolicySettings(
         algorithm="grpo", iterations=requests // BATCH, prompts_per_iteration=BATCH, group_size=SAMPLES,
-        learning_rate=3e-4, levels={"hard": 1.0}, sampling=sampling(1.0),
+        learning_rate=3e-4, sampling=sampling(1.0), curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
     )  # fmt: skip
     grpo(policy, environment=environment, settings=settings, seed=seed)
     after = {level: success_of(policy, environment, level, episodes) for level in ("hard", "medium", "easy")}

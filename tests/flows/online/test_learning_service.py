@@ -17,8 +17,8 @@ from flows.cli.parser import build_parser
 from flows.cli.serve_command import serving_of
 from flows.consolidate import live_snapshot, settings_of
 from flows.monitor.online_views import newest_service, online
+from flows.online.learning_folder import LearningFolder, pipeline_settings, read_events
 from flows.online.online_settings import load_online_settings
-from flows.online.service_folder import ServiceFolder, pipeline_settings, read_events
 from flows.online.service_report import read_record, write_report
 from flows.serving.feedback_journal import FeedbackJournal
 from flows.serving.learning import LearningFeedback, LearningService
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path, model):
     facts = {"name": "demo", "reference": "models:/demo@champion", "version": 3, "registered": "demo"}
-    return ServiceFolder.open(tmp_path / "demo" / "online" / "version 3 ü", model, facts)
+    return LearningFolder.open(tmp_path / "demo" / "online" / "version 3 ü", model, facts)
 
 
 def made(folder, online=CHAT, **model):
@@ -67,10 +67,10 @@ def test_a_folder_is_that_of_one_model_and_its_settings_are_read_by_the_worker(f
     settings, _ = made(folder)
     path = folder.write_settings(settings)
     assert load_online_settings(path) == settings and settings.model.path == str(folder.path / "model")
-    again = ServiceFolder.open(folder.path, model, {})
+    again = LearningFolder.open(folder.path, model, {})
     assert again.facts == folder.facts and again.facts["version"] == 3
     with pytest.raises(DataError, match="another model"):
-        ServiceFolder.open(folder.path, make_folder_of_model(tmp_path / "other", 1), {})
+        LearningFolder.open(folder.path, make_folder_of_model(tmp_path / "other", 1), {})
     with pytest.raises(SettingsError, match=r"online\.model\.path"):
         pipeline_settings(OnlineSettings(model=ModelSettings(path="x")), GRID, ModelSettings(), tmp_path)
     with pytest.raises(SettingsError, match=r"online\.folder"):

@@ -9,7 +9,7 @@ import pytest
 from helpers.waiting import wait_for
 
 from flows.online import heartbeat
-from flows.online.heartbeat import Heartbeat
+from flows.online.heartbeat import LifeSign
 from flows.online.supervised_process import HANG_SECONDS, Standby, SupervisedProcess
 
 BEAT_ONCE = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); time.sleep(600)"
@@ -101,7 +101,7 @@ def beats(ours):
 
 def test_one_that_only_waits_has_to_say_so_and_work_has_its_own_time(beating):
     ours, descriptor = beating
-    with Heartbeat(descriptor, work_seconds=60.0) as heart:
+    with LifeSign(descriptor, work_seconds=60.0) as heart:
         heart.working()
         wait_for(lambda: beats(ours) > 0, "a sign of life in the middle of work")
         heart.waiting()
@@ -117,15 +117,16 @@ def test_without_its_server_it_stops(beating, monkeypatch):
     ours, descriptor = beating
     sent = []
     monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: sent.append(number))
-    with Heartbeat(descriptor, work_seconds=60.0):
+    with LifeSign(descriptor, work_seconds=60.0):
         ours.close()
         wait_for(lambda: sent, "the signal")
     assert sent == [signal.SIGTERM]
 
 
 def test_one_that_nobody_supervises_beats_nowhere():
-    with Heartbeat(None, 1.0) as heart:
+    with LifeSign(None, 1.0) as heart:
         heart.working(), heart.waiting()
+        assert not heart._thread.is_alive()
 
 
 SPARE = (
@@ -135,7 +136,7 @@ SPARE = (
 
 
 def test_a_spare_takes_the_place_of_one_that_died(supervised, tmp_path, request):
-    process, now, _ = supervised(BEAT_ONCE)
+    process, _, _ = supervised(BEAT_ONCE)
     process._standby = spare = Standby([sys.executable, "-S", "-c", SPARE], tmp_path / "standby.log")
     request.addfinalizer(spare.stop)
     step_until(process, lambda: process.is_up, "its first sign of life")

@@ -25,7 +25,7 @@ from rl_core.storage.manifest import digest_folder
 from rl_core.storage.rotated_lines import RotatedLines
 from rl_core.storage.single_files import copy_tree, make_folder, write_json_atomic, write_text_atomic
 
-__all__ = ["EVENTS", "SERVICE", "SETTINGS", "ServiceFolder", "pipeline_settings", "read_events", "read_service"]
+__all__ = ["EVENTS", "SERVICE", "SETTINGS", "LearningFolder", "pipeline_settings", "read_events", "read_service"]
 
 SERVICE = "service.json"
 SETTINGS = "online.yaml"
@@ -50,14 +50,14 @@ def pipeline_settings(
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceFolder:
+class LearningFolder:
     """One service's folder, made when it first begins."""
 
     path: Path
     facts: dict[str, Any]  # of service.json
 
     @classmethod
-    def open(cls, path: Path, source: Path, facts: Mapping[str, Any]) -> ServiceFolder:
+    def open(cls, path: Path, source: Path, facts: Mapping[str, Any]) -> LearningFolder:
         """The folder; at the first start the model is copied into it.
 
         Args:
