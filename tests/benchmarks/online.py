@@ -9,7 +9,8 @@
 shift, guardrails: in this process, with the parts that a service has (sessions with votes, the log, the update worker,
 the gate), without HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is
 not made again. load: `posttrain serve` with and without --learn, under the
-clients of tests/benchmarks/serving.py. faults: the slow test of kills, again and again. Without --model the policy is trained first: SFT on easy and medium levels alone.
+clients of tests/benchmarks/serving.py. faults: the slow test of kills, again and again. Without
+--model the policy is trained first: SFT on easy and medium levels alone.
 """
 
 from __future__ import annotations
@@ -256,7 +257,8 @@ def load(output: Path, model: Path, threads: int) -> None:
 
     config = output / "learn.yaml"
     config.write_text(
-        f"name: measured\noutput: {output / 'out'}\nenvironment: {{name: pixel_grid}}\nmodel: {{device: cpu}}\n"
+        f"name: measured\noutput: {output / 'out'}\nenvironment: {{name: pixel_grid}}\n"
+        f"model: {{path: {model}, device: cpu}}\n"
         f"serving: {{model: {model}, name: measured, threads: {threads}}}\nstages: {{evaluate: {{}}}}\n"
         "online: {environment: {name: chat}, service: {run_gate: false}, labels: {min_confidence: 0.2, min_votes: 1}}\n"
     )

@@ -240,7 +240,8 @@ def test_worker_and_server_killed_under_load_lose_nothing(tmp_path, model, reque
     (port,) = free_ports(1)
     config = tmp_path / "learn ü.yaml"
     config.write_text(
-        f"name: tiny\noutput: {tmp_path / 'out'}\nenvironment: {{name: pixel_grid}}\nmodel: {{device: cpu}}\n"
+        f"name: tiny\noutput: {tmp_path / 'out'}\nenvironment: {{name: pixel_grid}}\n"
+        f"model: {{path: {model}, device: cpu}}\n"
         f"serving: {{model: {model}, slots: 8, threads: 1, context: 200}}\nonline:\n  environment: {{name: chat}}\n"
         "  service: {nice: 0, run_gate: false}\n  labels: {min_confidence: 0.1, min_votes: 1}\n"
         "  update: {first_update: 4, update_every: 2, batch_size: 2, checkpoint_every: 3, snapshot_every: 2}\n"
