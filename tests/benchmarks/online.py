@@ -246,7 +246,7 @@ def offline(place: Path, model: Path, seed: int, requests: int, episodes: int) -
         algorithm="grpo", iterations=requests // BATCH, prompts_per_iteration=BATCH, group_size=SAMPLES,
         learning_rate=3e-4, sampling=sampling(1.0), curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
     )  # fmt: skip
-    grpo(policy, environment=environment, settings=settings, seed=seed)
+    grpo(policy, environment=environment, settings=settings, seed=seed).run()
     after = {level: success_of(policy, environment, level, episodes) for level in ("hard", "medium", "easy")}
     place.write_text(json.dumps({"before": before, "after": after, "requests": requests, "seed": seed}))
 

@@ -75,7 +75,7 @@ def test_schedules_are_cron_lines_that_prefect_takes():
     from prefect.client.schemas.schedules import CronSchedule
 
     crons = {name: d["schedules"][0] for name, d in DEPLOYMENTS.items() if "schedules" in d}
-    assert set(crons) == {"nightly-retrain", "evaluate-champion"}
+    assert set(crons) == {"nightly-retrain", "evaluate-champion", "nightly-consolidate"}
     for cron in crons.values():
         CronSchedule(cron=cron["cron"], timezone=cron["timezone"])
 
