@@ -268,10 +268,10 @@ class PipelineSettings(Settings):
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
     retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
     serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
+    stages: StagesSettings = setting(doc="what is done")
     online: OnlineSettings | None = setting(
         None, doc="learning from what is served, `posttrain serve --learn`; `{}` = its defaults"
     )
-    stages: StagesSettings = setting(doc="what is done")
 
     def check(self) -> None:
         """The name is one path component; there is something to do."""
