@@ -62,7 +62,7 @@ LEVELS = {
     "flows": [
         {"runtime", "parameters"},
         {"monitor", "online", "operations", "post_training", "service", "serving", "verification"},
-        {"evaluate_champion", "retrain", "single_stage", "sweep"},
+        {"consolidate", "evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
     ],

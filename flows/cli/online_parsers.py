@@ -17,16 +17,35 @@ def _add_online(commands: Any) -> None:
     examples = [
         "online worker my_online.yaml    (until Ctrl-C)",
         "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
+        "online report outputs/demo/online/version-1",
+        "online consolidate demo",
         "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
     ]
-    about = "learn from recorded traffic under guardrails: worker (beside a server), replay (of a recorded buffer)"
+    about = "learn from recorded traffic under guardrails: worker, gate (beside a server), replay (of a buffer), report"
     parser = add_command(commands, "online", about, examples)
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
     worker = parts.add_parser("worker", help="learn from what a server writes into the buffer, until Ctrl-C")
     replay = parts.add_parser("replay", help="learn from a recorded buffer alone, with the live worker's numbers")
-    for one in (worker, replay):
+    gate = parts.add_parser("gate", help="play canary episodes of every new snapshot, until Ctrl-C")
+    report = parts.add_parser("report", help="one HTML file about a service: learning, guardrails, gate, alarms")
+    standby = parts.add_parser("standby")  # of the server's own: no help
+    for one in (worker, gate, standby):
+        one.add_argument("--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS)  # socket of the supervisor
+    report.add_argument("folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1")
+    report.add_argument("--output", "-o", metavar="FILE", help="default: report.html in that folder")
+    for one in (worker, gate, standby, replay):
         one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
         _add_overrides(one)
+    export = parts.add_parser("export", help="right episodes of a recorded buffer as demonstrations, for `retrain`")
+    export.add_argument("config", metavar="CONFIG", help="online.yaml of the service's folder")
+    _add_overrides(export)
+    export.add_argument("--output", "-o", metavar="FILE", required=True, help="JSON lines, written anew")
+    consolidate = parts.add_parser("consolidate", help="take what went live to the promotion gate of its pipeline")
+    consolidate.add_argument(
+        "config", metavar="CONFIG", help="the pipeline: its YAML file, or the name of a shipped one"
+    )
+    _add_overrides(consolidate)
+    consolidate.add_argument("--output", "-o", metavar="FOLDER", help="in place of the pipeline's `output`")
     replay.add_argument(
         "--buffer", metavar="DIR", required=True, help="folder of the recorded buffer, or the service's folder"
     )

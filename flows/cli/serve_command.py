@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from rl_core.errors import SettingsError
 
 if TYPE_CHECKING:
+    from flows.serving.learning_start import LearningPlan
     from flows.serving.serving_process import Serving
     from rl_core.settings import ModelSettings, ServingSettings
+    from tasks.config import PipelineSettings
 
 __all__ = ["serve", "serving_of"]
 
@@ -25,7 +27,8 @@ def serve(arguments: argparse.Namespace) -> int:
     from flows.serving.serving_process import serve as run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("flows.serving").setLevel(logging.INFO)
+    for room in ("flows.serving", "flows.online"):
+        logging.getLogger(room).setLevel(logging.INFO)
     run(serving, waits=arguments.wait, say=lambda text: print(text, flush=True))
     return 0
 
@@ -51,7 +54,18 @@ def _of_config(arguments: argparse.Namespace) -> Serving:
     output = Path(arguments.output or settings.output).resolve()
     connect_mlflow(output)
     place = ModelPlace(serving.model or f"models:/{settings.registered_model}@champion", output, settings.tracking.uri)
-    return Serving(serving, serving.name or settings.name, place, settings.model, settings.environment)
+    learning = _learning(settings, output) if arguments.learn else None
+    return Serving(serving, serving.name or settings.name, place, settings.model, settings.environment, learning)
+
+
+def _learning(settings: PipelineSettings, output: Path) -> LearningPlan:
+    from flows.serving.learning_start import LearningPlan
+    from rl_core.settings import OnlineSettings
+
+    return LearningPlan(
+        online=settings.online or OnlineSettings(), root=output / settings.name / "online",
+        environment=settings.environment, experiment=settings.experiment, alerts=dict(settings.tracking.alerts),
+    )  # fmt: skip
 
 
 def _of_model(arguments: argparse.Namespace) -> Serving:
@@ -59,6 +73,10 @@ def _of_model(arguments: argparse.Namespace) -> Serving:
     from flows.serving.served_model import ModelPlace
     from flows.serving.serving_process import Serving
 
+    if arguments.learn:
+        raise SettingsError(
+            "--learn: serve a CONFIG (a pipeline's file, or the name of a shipped one) to learn from it"
+        )
     serving, model = _given(arguments.set)
     serving = _changed(serving, arguments)
     target = arguments.target

@@ -52,7 +52,8 @@ def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:
     if settings.serving is None:
         raise SettingsError(f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)")
     port = arguments.serve_port or settings.serving.port
-    return {"serve": str(find_config(arguments.serve).resolve()), "serve_port": port}
+    place = str(find_config(arguments.serve).resolve())
+    return {"serve": place, "serve_port": port, "learn": int(settings.online is not None)}
 
 
 def _names_folder(config: Path) -> bool:

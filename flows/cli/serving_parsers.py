@@ -13,6 +13,7 @@ __all__ = ["PARSERS"]
 def _add_serve(commands: Any) -> None:
     examples = [
         "serve demo    (the champion of this pipeline, until Ctrl-C)",
+        "serve demo --learn    (and it learns from what it is asked)",
         "serve models:/demo/3 --port 8400",
         "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
         "serve Qwen/Qwen3-0.6B --name small",
@@ -27,6 +28,10 @@ def _add_serve(commands: Any) -> None:
     )
     parser.add_argument("--port", type=port, metavar="PORT", help="in place of serving.port (default: 8321)")
     parser.add_argument("--name", metavar="NAME", help="name by which clients ask for the model")
+    parser.add_argument(
+        "--learn", action="store_true",
+        help="learn from what is answered, as `online:` of the CONFIG says: a worker and a gate run beside it",
+    )  # fmt: skip
     parser.add_argument(
         "--wait", action="store_true", help="start without a champion too: requests are refused until there is one"
     )

@@ -14,6 +14,7 @@ from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
 from flows.monitor.charts import NONE, duration, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.machine_views import load_charts, speed_charts, system
+from flows.monitor.online_views import online
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
@@ -43,6 +44,8 @@ def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     run = reader.run(choice.run)
     if tab == SERVICE:
         return _finish(_no_head(reader) if run is None else _head(run), tab, service(reader.output))
+    if tab == ONLINE:
+        return _finish(_no_head(reader) if run is None else _head(run), tab, online(reader.output))
     if run is None:
         return _finish(_no_head(reader), tab, [_welcome(reader, choice)])
     stage = run.stage(choice.stage)
@@ -315,4 +318,5 @@ TABS: dict[str, Callable[[RunView, Runs, Choice], list[dict[str, Any]]]] = {
     "export": export,
 }
 SERVICE = "service"  # of the output folder rather than of a run
-TAB_NAMES = (*list(TABS)[:-1], SERVICE, "export")
+ONLINE = "online"  # as well
+TAB_NAMES = (*list(TABS)[:-1], ONLINE, SERVICE, "export")

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.online.heartbeat import LifeSign
 from rl_core.errors import DataError, SettingsError
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.assembly import BUFFER, assemble_worker
 from rl_core.online.experience_log import segments
+from rl_core.online.service_files import METRICS
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_worker import UpdateWorker
 from rl_core.online.weight_snapshots import weights_digest
@@ -18,19 +20,20 @@ from rl_core.settings import OnlineSettings
 from rl_core.storage.single_files import make_folder, write_json_atomic, write_text_unsynced
 from rl_core.training.signals import StopRequests
 
-__all__ = ["METRICS", "REPLAY", "follow_buffer", "replay_buffer"]
+__all__ = ["REPLAY", "follow_buffer", "replay_buffer"]
 
-METRICS = "worker.json"  # numbers of the worker, for live views: written after every update, never synced
 REPLAY = "replay.json"
 POLL_SECONDS = 0.1
 
 
-def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print) -> int:
+def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print, heart: LifeSign | None = None) -> int:
     """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C; returns the signal.
 
     The state is saved at the end; after a kill the worker goes on from its last checkpoint, with equal numbers.
     """
     folder = make_folder(Path(settings.folder))
+    heart = heart or LifeSign(None, settings.service.update_seconds)
+    heart.working()
     with (
         StopRequests() as stops,
         UpdateAudit(folder, settings.audit) as audit,
@@ -38,8 +41,11 @@ def follow_buffer(settings: OnlineSettings, say: Callable[[str], None] = print) 
     ):
         held = len(worker.buffer)
         say(f"learning from {folder / BUFFER}: update {worker.updates}, {held} experiences; Ctrl-C stops it")
+        _show(worker, folder)
         while stops.signum is None:
+            heart.working()
             if not worker.step():
+                heart.waiting()
                 time.sleep(POLL_SECONDS)
             else:
                 _show(worker, folder)

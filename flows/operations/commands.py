@@ -180,7 +180,7 @@ def _wait(places: StatePaths, until: Callable[[State], bool], what: str, child: 
 def _start_in_background(places: StatePaths, given: dict[str, Any], address: str) -> None:
     command = [*COMMAND, "up", "--output", str(places.output)]
     for name, value in given.items():
-        if name != "database":
+        if name not in ("database", "learn"):  # the pipeline's config says whether it learns
             command += [OPTION_NAMES[name], str(value)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if address:

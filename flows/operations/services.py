@@ -225,7 +225,7 @@ def _serve(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpec
     url, port = f"http://{HOST}:{options.serve_port}", options.serve_port
     command = (
         sys.executable, "-m", "flows.cli.main", "serve", options.serve, "--wait", "--output", str(output), "--port",
-        str(port),
+        str(port), *(("--learn",) if options.learn else ()),
     )  # fmt: skip
     environment = client_environment(output, "serve", options, mlflow_elsewhere or mlflow_url(options))
     needs = "" if mlflow_elsewhere else "mlflow"

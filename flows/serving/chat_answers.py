@@ -37,6 +37,7 @@ class AnswerForm:
     logprobs: bool
     num_top: int
     prompt_tokens: int
+    base: int | None = None  # see `ServedModel.base`
     created: int = field(default_factory=lambda: int(time.time()))
 
     def text(self, ids: Sequence[int]) -> str:
@@ -69,8 +70,13 @@ class AnswerForm:
         """Fields that every body has."""
         return {
             "id": self.answer_id, "object": kind, "created": self.created, "model": self.model,
-            "system_fingerprint": f"version-{version}", "policy_version": version,
+            "system_fingerprint": f"version-{self.weights_name(version)}", "policy_version": version,
+            "model_version": self.weights_name(version),
         }  # fmt: skip
+
+    def weights_name(self, version: int | None) -> str:
+        """Name of the weights behind an answer; see `ServedModel.name`."""
+        return str(version) if self.base is None else f"{self.base}+{version}"
 
     def usage(self, requests: Sequence[ServedRequest]) -> dict[str, int]:
         """Numbers of tokens."""

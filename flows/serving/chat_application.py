@@ -59,7 +59,9 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 def _listed(server: ChatServer) -> dict[str, object]:
     version = server.answering.loop.state.policy_version if server.answering is not None else None
-    return {"id": server.name, "object": "model", "created": 0, "owned_by": "posttrain", "policy_version": version}
+    name = server.model.name if server.model is not None else None
+    return {"id": server.name, "object": "model", "created": 0, "owned_by": "posttrain", "policy_version": version,
+            "model_version": name}  # fmt: skip
 
 
 async def _models(request: Request) -> Response:
@@ -86,6 +88,7 @@ async def _feedback(request: Request) -> Response:
         raise RefusedRequest(404, f"id: this server gave no answer '{body.id}'", param="id", code="answer_not_found")
     label = FeedbackLabel(body.answer, body.score, body.thumb, body.comment, body.user or "")
     try:
+        await server.wait_for(server.wait_recorded)
         await server.wait_for(server.feedback.accept, body.id, body.choice, label)
     except DataError as error:
         raise RefusedRequest(404, f"id: {error}", param="id", code="answer_not_found") from None

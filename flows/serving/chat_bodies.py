@@ -111,7 +111,7 @@ class EpisodeBody(_Strict):
 
 
 class ChatBody(_Strict):
-    """A request for an answer. Beyond the dialect: top_k, min_p, deadline_seconds, environment."""
+    """A request for an answer. Beyond the dialect: top_k, min_p, deadline_seconds, environment, vote."""
 
     model: Text
     messages: Annotated[list[ChatMessage], Field(max_length=10_000)]
@@ -136,6 +136,7 @@ class ChatBody(_Strict):
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     deadline_seconds: Annotated[Finite, Field(gt=0)] | None = None
     environment: EpisodeBody | None = None
+    vote: bool = False
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,13 +1,11 @@
-"""/v1/chat/completions: from a body to answers, whole or as a stream."""
+"""/v1/chat/completions: from a body to answers, whole, voted on, or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,38 +13,26 @@ from starlette.responses import JSONResponse, Response
 
 from flows.service.http.payloads import read_payload
 from flows.service.http.refusals import Refused
+from flows.serving.answer_records import chat_records, session_records
 from flows.serving.answering import Answering, Pending
-from flows.serving.chat_answers import AnswerForm, finish_reason
 from flows.serving.chat_bodies import ChatBody, read_json_body
 from flows.serving.chat_prompts import ReadAnswer
+from flows.serving.chat_requests import CheckedChat, check_chat
 from flows.serving.chat_server import ChatServer, server_of
 from flows.serving.chat_stream import ChatStream, gone
 from flows.serving.environment_sessions import Session, session_report
 from flows.serving.refused import RefusedRequest
-from flows.serving.text_stream import stop_test
 from rl_core.errors import PosttrainError
-from rl_core.inference.sampling import RolloutSequence, sequence_seed
 from rl_core.inference.served_answers import ServedAnswer
-from rl_core.inference.served_requests import (
-    AnswerSequence,
-    Cancelled,
-    DeadlinePassed,
-    Overloaded,
-    ServedRequest,
-)
-from rl_core.settings import SamplingSettings
+from rl_core.inference.served_requests import Cancelled, DeadlinePassed, Overloaded, ServedRequest
+from rl_core.online.served_experience import answer_ballot, count_votes
+from rl_core.online.voting import VoteOutcome, samples_to_draw
 
 __all__ = ["CheckedChat", "chat_completions", "refusal_of", "whole_body"]
 
 
-@dataclass(slots=True)
-class CheckedChat:
-    """A request for answers that was checked."""
-
-    body: ChatBody
-    form: AnswerForm
-    requests: list[ServedRequest]
-    began: float
+class ClientGone(Exception):
+    """The client has left before its answer."""
 
 
 async def whole_body(server: ChatServer, request: Request) -> bytes:
@@ -72,14 +58,19 @@ async def chat_completions(request: Request) -> Response:
         body = read_json_body(ChatBody, await whole_body(server, request))
         server.check_model(body.model)
         answering, _ = server.ready()
-        asked = await _asked(server, body, began)
-        pending = _submitted(answering, asked)
+        asked = await check_chat(server, body, began)
         if body.stream:
+            requests = await asked.more(0, asked.count)
+            pending = _submitted(answering, requests, streams=True)
             code = 200
             return ChatStream(server, asked.form, pending, asked.began, _told_usage(body), functools.partial(
-                _recorded, server, asked
+                _recorded, server, asked, requests
             ))  # fmt: skip
-        response = await _whole(server, request, asked, pending)
+        try:
+            response = JSONResponse(await (_voted if body.vote else _whole)(server, request, asked))
+        except ClientGone:
+            server.metrics.gone.inc()
+            response = Response(status_code=499)  # type: ignore[assignment]
         code = response.status_code
         return response
     except RefusedRequest as refused:
@@ -93,11 +84,11 @@ def _told_usage(body: ChatBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _submitted(answering: Answering, asked: CheckedChat) -> Pending:
+def _submitted(answering: Answering, requests: Sequence[ServedRequest], *, streams: bool = False) -> Pending:
     try:
-        return answering.submit(asked.requests, bool(asked.body.stream))
+        return answering.submit(requests, streams)
     except PosttrainError as error:
-        _close(asked.requests)
+        _close(requests)
         raise refusal_of(error) from None
 
 
@@ -114,125 +105,106 @@ def refusal_of(error: BaseException) -> RefusedRequest:
     return RefusedRequest(500, f"{type(error).__name__}: {error}"[:500])
 
 
-# -- from a body to requests -------------------------------------------------------------------------------------------
-
-
-async def _asked(server: ChatServer, body: ChatBody, began: float) -> CheckedChat:
-    """The checked request. Raises: RefusedRequest (422)."""
-    _, prompts = server.ready()
-    count = body.n or 1
-    if count > (most := min(server.settings.max_choices, server.settings.max_waiting)):
-        raise RefusedRequest(422, f"n: {count} choices; at most {most}", param="n")
-    if body.top_logprobs and not body.logprobs:
-        raise RefusedRequest(422, "top_logprobs: needs logprobs: true", param="top_logprobs")
-    ids: list[int] = []
-    tools = None
-    if body.environment is None:
-        made = await server.render(prompts.make, body)
-        ids, tools = made.ids, made.tools
-    form = AnswerForm(
-        answer_id=server.new_id(), model=server.name, prompts=prompts, tools=tools, stops=body.stops,
-        logprobs=bool(body.logprobs), num_top=body.top_logprobs or 0, prompt_tokens=len(ids),
-    )  # fmt: skip
-    sequences: Sequence[RolloutSequence]
-    seed = body.seed if body.seed is not None else secrets.randbits(64)
-    if body.environment is not None:
-        sequences = await _sessions(server, body, seed, count)
-        form.prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
-    else:
-        stops = stop_test(prompts.renderer.action_text, body.stops)
-        sequences = [AnswerSequence(ids, sequence_seed("chat", seed, index), stops) for index in range(count)]
-    return CheckedChat(body, form, _requests(server, body, sequences, began), began)
-
-
-def _requests(
-    server: ChatServer, body: ChatBody, sequences: Sequence[RolloutSequence], began: float
-) -> list[ServedRequest]:
-    assert server.model is not None
-    sampling = _sampling(body, server.model.context)
-    seconds = min(server.settings.request_seconds, body.deadline_seconds or server.settings.request_seconds)
-    top = max(server.top, (body.top_logprobs or 0) if body.logprobs else 0)
-    return [
-        ServedRequest(
-            sequence, sampling, caller=body.user or "", deadline=began + seconds, top=top, streams=bool(body.stream),
-            has_stops=bool(body.stops),
-        )
-        for sequence in sequences
-    ]  # fmt: skip
-
-
-def _sampling(body: ChatBody, context: int) -> SamplingSettings:
-    return _made_sampling(
-        1.0 if body.temperature is None else float(body.temperature), float(body.top_p or 1.0), body.top_k or 0,
-        float(body.min_p or 0.0), min(body.most_tokens or context, context),
-        body.environment.max_turns if body.environment is not None else 1,
-        body.stops if body.environment is not None else (),
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _made_sampling(
-    temperature: float, top_p: float, top_k: int, min_p: float, most: int, turns: int, stops: tuple[str, ...]
-) -> SamplingSettings:
-    return SamplingSettings(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_completion_tokens=most, max_turns=turns,
-        stop=stops,
-    )  # fmt: skip
-
-
-async def _sessions(server: ChatServer, body: ChatBody, seed: int, count: int) -> list[Session]:
-    """Episodes that have begun. Raises: RefusedRequest (422)."""
-    assert body.environment is not None and server.model is not None and server.session_renderer is not None
-    for name in ("messages", "tools"):
-        if getattr(body, name):
-            raise RefusedRequest(422, f"{name}: has to be empty with environment, which brings its own", param=name)
-    for name in ("stream", "logprobs"):
-        if getattr(body, name):
-            raise RefusedRequest(422, f"{name}: is not supported with environment", param=name)
-    sampling = _sampling(body, server.model.context)
-    renderer, context = server.session_renderer, server.model.context
-    return [
-        await server.wait_for(
-            server.sessions.open, body.environment, renderer, sampling, seed, sample, context
-        )
-        for sample in range(count)
-    ]  # fmt: skip
-
-
 # -- from answers to a response ----------------------------------------------------------------------------------------
 
 
-async def _whole(server: ChatServer, request: Request, asked: CheckedChat, pending: Pending) -> Response:
-    """The response once every choice has ended; a client that is gone frees its slots."""
-    assert server.answering is not None
+async def _answered(server: ChatServer, request: Request, requests: Sequence[ServedRequest]) -> None:
+    """Wait until every request has ended; a client that is gone frees its slots.
+
+    Raises: ClientGone; RefusedRequest for the first one that failed.
+    """
+    answering, _ = server.ready()
+    pending = _submitted(answering, requests)
     watch = asyncio.ensure_future(gone(request.receive))
     done = asyncio.ensure_future(pending.done.wait())
     try:
         await asyncio.wait((watch, done), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
-            server.metrics.gone.inc()
-            return Response(status_code=499)
+            raise ClientGone
     finally:
-        server.answering.cancel(pending)
+        answering.cancel(pending)
         watch.cancel()
         if done.done():
-            _close(asked.requests)
+            _close(requests)
         else:  # the engine may be in the middle of a step
-            done.add_done_callback(lambda task: _close(asked.requests))
-    for one in asked.requests:
+            done.add_done_callback(lambda task: _close(requests))
+    for one in requests:
         if one.error is not None:
             raise refusal_of(one.error)
+
+
+async def _whole(server: ChatServer, request: Request, asked: CheckedChat) -> dict[str, Any]:
+    """The body of a response, once every choice has ended."""
+    requests = await asked.more(0, asked.count)
+    await _answered(server, request, requests)
     if asked.body.environment is not None:
-        body = _played(server, asked)
+        records = session_records(asked.form, requests)
+        body = _played(asked, requests, records)
     else:
-        reads = [asked.form.read(one.sequence) for one in asked.requests]  # type: ignore[arg-type]
-        body = asked.form.whole(asked.requests, reads)
-        _recorded(server, asked, reads)
-    usage = body["usage"]
-    server.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
-    server.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
-    server.metrics.seconds.observe(time.monotonic() - asked.began)
-    return JSONResponse(body)
+        reads = [asked.form.read(one.sequence) for one in requests]  # type: ignore[arg-type]
+        body = asked.form.whole(requests, reads)
+        records = chat_records(asked.form, requests, reads) if server.answers is not None else []
+    server.record(records)
+    _count(server, asked, body["usage"])
+    return body
+
+
+async def _voted(server: ChatServer, request: Request, asked: CheckedChat) -> dict[str, Any]:
+    """The body of a response with the vote's answer: as many samples as it takes until none could change it.
+
+    Samples of one version vote: where new weights came between two rounds, those of the old ones do not count.
+    """
+    form, options = asked.form, server.voting
+    requests: list[ServedRequest] = []
+    records: list[ServedAnswer] = []
+    drawn = 0
+    while wanted := min(_samples_to_draw(server, asked, records), 2 * asked.count - drawn):
+        more = await asked.more(drawn, wanted)
+        await _answered(server, request, more)
+        drawn += wanted
+        requests = _of_one_version([*requests, *more])
+        records = _voters(form, asked, requests)
+    outcome = count_votes([answer_ballot(record) for record in records], options, asked.count)
+    chosen = outcome.supporters[0] if outcome.supporters else 0
+    if asked.body.environment is not None:
+        body = _played(asked, [requests[chosen]], [records[chosen]])
+    else:
+        body = form.whole([requests[chosen]], [ReadAnswer(records[chosen].text, [])])
+    body["choices"][0]["index"] = 0
+    body["usage"] = form.usage(requests) if asked.body.environment is None else _usage(form.prompt_tokens, records)
+    body["vote"] = _told_vote(outcome)
+    server.record(records)
+    _count(server, asked, body["usage"])
+    return body
+
+
+def _samples_to_draw(server: ChatServer, asked: CheckedChat, records: Sequence[ServedAnswer]) -> int:
+    options = server.voting
+    return samples_to_draw(
+        [answer_ballot(record) for record in records], asked.count, min_samples=min(options.min_samples, asked.count),
+        weights=options.weights, ties=options.ties,
+    )  # fmt: skip
+
+
+def _of_one_version(requests: list[ServedRequest]) -> list[ServedRequest]:
+    newest = max(request.policy_version or 0 for request in requests)
+    return [request for request in requests if (request.policy_version or 0) == newest]
+
+
+def _voters(form: Any, asked: CheckedChat, requests: Sequence[ServedRequest]) -> list[ServedAnswer]:
+    if asked.body.environment is not None:
+        return session_records(form, requests, asked.count)
+    return chat_records(form, requests, [form.read(one.sequence) for one in requests], asked.count)
+
+
+def _told_vote(outcome: VoteOutcome) -> dict[str, Any]:
+    """The vote as its caller sees it."""
+    names = ("answer", "confidence", "low", "high", "num_ballots", "entropy", "is_tie", "is_early")
+    return {name: getattr(outcome, name) for name in names}
+
+
+def _count(server: ChatServer, asked: CheckedChat, usage: dict[str, int]) -> None:
+    server.metrics.answered(time.monotonic() - asked.began, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def _close(requests: Sequence[ServedRequest]) -> None:
@@ -242,47 +214,28 @@ def _close(requests: Sequence[ServedRequest]) -> None:
             request.sequence.close()
 
 
-def _recorded(server: ChatServer, asked: CheckedChat, reads: Sequence[ReadAnswer]) -> None:
-    """Hand answers to their taker."""
-    if server.answers is None:
-        return
-    for choice, (request, read) in enumerate(zip(asked.requests, reads, strict=True)):
-        sequence = request.sequence
-        assert isinstance(sequence, AnswerSequence) and request.policy_version is not None
-        server.record(ServedAnswer(
-            answer_id=asked.form.answer_id, choice=choice, policy_version=request.policy_version,
-            prompt_ids=sequence.prompt_ids, completion_ids=sequence.tokens, sampler_logprobs=sequence.logprobs,
-            temperature=request.sampling.temperature, text=asked.form.text(sequence.tokens),
-            finish_reason=finish_reason(sequence, read), caller=request.caller, top=request.top_tokens,
-            seed=sequence.seed,
-        ))  # fmt: skip
+def _recorded(
+    server: ChatServer, asked: CheckedChat, requests: Sequence[ServedRequest], reads: Sequence[ReadAnswer]
+) -> None:
+    """Hand the answers of a stream to their taker."""
+    if server.answers is not None:
+        server.record(chat_records(asked.form, requests, reads))
 
 
-def _played(server: ChatServer, asked: CheckedChat) -> dict[str, Any]:
-    """The body of a response about episodes. Raises: RefusedRequest (500) where an environment failed."""
+def _played(asked: CheckedChat, requests: Sequence[ServedRequest], records: Sequence[ServedAnswer]) -> dict[str, Any]:
+    """The body of a response about episodes."""
     choices = []
-    sampled = 0
-    for index, request in enumerate(asked.requests):
-        session, version = request.sequence, request.policy_version
-        assert isinstance(session, Session) and version is not None
-        if session.fault:
-            raise RefusedRequest(500, session.fault, param="environment")
-        rollout = session.rollout(version)
-        sampled += sum(rollout.loss_mask)
-        last = rollout.trajectory.turns[-1].action
-        reason = "length" if rollout.is_truncated else "stop"
+    for index, (request, record) in enumerate(zip(requests, records, strict=True)):
+        assert isinstance(request.sequence, Session)
         choices.append({
-            "index": index, "message": {"role": "assistant", "content": last, "refusal": None},
-            "finish_reason": reason, "logprobs": None, "policy_version": version,
-            "session": session_report(session, version),
+            "index": index, "message": {"role": "assistant", "content": record.text, "refusal": None},
+            "finish_reason": record.finish_reason, "logprobs": None, "policy_version": record.policy_version,
+            "session": session_report(request.sequence, record.policy_version),
         })  # fmt: skip
-        server.record(ServedAnswer(
-            answer_id=asked.form.answer_id, choice=index, policy_version=version, prompt_ids=rollout.prompt_ids,
-            completion_ids=rollout.completion_ids, sampler_logprobs=rollout.sampler_logprobs,
-            temperature=rollout.temperature, text=last, finish_reason=reason, caller=request.caller,
-            top=request.top_tokens, rollout=rollout, seed=session.seed,
-        ))  # fmt: skip
-    usage = {"prompt_tokens": asked.form.prompt_tokens, "completion_tokens": sampled,
-             "total_tokens": asked.form.prompt_tokens + sampled}  # fmt: skip
-    head = asked.form.head("chat.completion", asked.requests[0].policy_version)
-    return head | {"choices": choices, "usage": usage}
+    head = asked.form.head("chat.completion", records[0].policy_version)
+    return head | {"choices": choices, "usage": _usage(asked.form.prompt_tokens, records)}
+
+
+def _usage(prompt_tokens: int, records: Sequence[ServedAnswer]) -> dict[str, int]:
+    sampled = sum(sum(record.rollout.loss_mask) for record in records if record.rollout is not None)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}

@@ -8,7 +8,7 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,14 +26,14 @@ from flows.serving.served_model import ServedModel
 from flows.serving.server_metrics import ServerMetrics
 from rl_core.data.chat import ChatRenderer
 from rl_core.inference.served_answers import AnswerSink, FeedbackSink, ServedAnswer
-from rl_core.settings import EnvironmentSettings, ServingSettings
+from rl_core.settings import EnvironmentSettings, ServingSettings, VotingSettings
 
 __all__ = ["ChatServer", "server_of"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _PREFIX = "chatcmpl-"
-_MOST_RECORDS = 10_000  # answers that wait for a slow sink; further ones are not recorded
+_MOST_RECORDS = 10_000  # requests whose answers wait for a slow sink; further ones are not recorded
 
 
 class ChatServer:
@@ -49,8 +49,10 @@ class ChatServer:
         environment: EnvironmentSettings | None = None,
         answers: AnswerSink | None = None,
         feedback: FeedbackSink | None = None,
+        voting: VotingSettings | None = None,
     ) -> None:
         """`folder`: of the token, the journal of labels, and downloads. `answers`: taker of what was served."""
+        self.voting = voting or VotingSettings()
         self.settings, self.name, self.folder = settings, name, folder
         self._token = token
         self.metrics = ServerMetrics()
@@ -64,12 +66,13 @@ class ChatServer:
         self.waits_for = "the model is being loaded"
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="serving-prompts")
         self._waiting = ThreadPoolExecutor(8, thread_name_prefix="serving-waits")
-        self.answers = answers
-        self._records: queue.Queue[ServedAnswer | None] = queue.Queue(_MOST_RECORDS)
+        self.answers: AnswerSink | None = None
+        self._records: queue.Queue[list[ServedAnswer] | None] = queue.Queue(_MOST_RECORDS)
+        self._handed = self._taken = 0  # requests handed to the taker, and taken by it
+        self._has_taken = threading.Condition()
         self._recorder: threading.Thread | None = None
         if answers is not None:
-            self._recorder = threading.Thread(target=self._record, name="serving-records", daemon=True)
-            self._recorder.start()
+            self.take_answers(answers)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -79,6 +82,13 @@ class ChatServer:
         self.session_renderer = ChatRenderer(model.renderer.tokenizer, model.renderer.settings)
         self.model = model
         self.answering = Answering(model, self.settings)
+
+    def take_answers(self, answers: AnswerSink, feedback: FeedbackSink | None = None) -> None:
+        """Hand everything that is served from now on to a taker, and labels to another one."""
+        self.answers = answers
+        self.feedback = feedback or self.feedback
+        self._recorder = threading.Thread(target=self._record, name="serving-records", daemon=True)
+        self._recorder.start()
 
     def publish(self, model: ServedModel) -> bool:
         """Have requests that begin from now on answered by other weights of the same tokenizer.
@@ -168,22 +178,32 @@ class ChatServer:
         """Most likely tokens that are recorded for the taker of answers."""
         return self.answers.top if self.answers is not None else 0
 
-    def record(self, answer: ServedAnswer) -> None:
-        """Hand an answer to its taker, later and on another thread."""
-        if self.answers is None:
+    def record(self, answers: Sequence[ServedAnswer]) -> None:
+        """Hand the answers to one request to their taker, later and on another thread."""
+        if self.answers is None or not answers:
             return
         try:
-            self._records.put_nowait(answer)
+            self._records.put_nowait(list(answers))
+            self._handed += 1
         except queue.Full:
             log.warning("an answer is not recorded: %d wait for the sink", _MOST_RECORDS)
 
+    def wait_recorded(self, seconds: float = 10.0) -> None:
+        """Wait until everything that was handed over by now is taken: a label may follow its answer at once."""
+        wanted = self._handed
+        with self._has_taken:
+            self._has_taken.wait_for(lambda: self._taken >= wanted, seconds)
+
     def _record(self) -> None:
         assert self.answers is not None
-        while (answer := self._records.get()) is not None:
+        while (answers := self._records.get()) is not None:
             try:
-                self.answers.record(answer)
+                self.answers.record(answers)
             except Exception:
                 log.exception("an answer could not be recorded")
+            with self._has_taken:
+                self._taken += 1
+                self._has_taken.notify_all()
 
 
 def server_of(request: Request) -> ChatServer:

@@ -134,7 +134,5 @@ class ChatStream(Response):
         if self._tells_usage:
             head = self._form.head("chat.completion.chunk", requests[0].policy_version)
             await self._tell(head | {"choices": [], "usage": usage})
-        metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
-        metrics.tokens.labels("completion").inc(usage["completion_tokens"])
-        metrics.seconds.observe(time.monotonic() - self._began)
+        metrics.answered(time.monotonic() - self._began, usage["prompt_tokens"], usage["completion_tokens"])
         self._recorded([read for read in self._reads if read is not None])

@@ -6,6 +6,7 @@ import logging
 import threading
 
 from flows.serving.chat_server import ChatServer
+from flows.serving.learning_start import Learner
 from flows.serving.served_model import ModelPlace, NoChampion, load_served
 from rl_core.errors import PosttrainError
 from rl_core.settings import ModelSettings, ServingSettings
@@ -20,7 +21,16 @@ FIRST_SECONDS = 2.0  # between two looks for a model that is not there yet
 class ModelWatch:
     """Hands new versions to a server; the first one too, where there was none at the start."""
 
-    def __init__(self, server: ChatServer, place: ModelPlace, settings: ServingSettings, model: ModelSettings) -> None:
+    def __init__(
+        self,
+        server: ChatServer,
+        place: ModelPlace,
+        settings: ServingSettings,
+        model: ModelSettings,
+        learner: Learner | None = None,
+    ) -> None:
+        """learner: of a server that learns, whose versions are snapshots; the registry only gives the first one."""
+        self._learner = learner
         self._server, self._place, self._settings, self._model = server, place, settings, model
         self._is_over = threading.Event()
         self._refused: int | None = None  # a version that cannot be taken over
@@ -47,6 +57,9 @@ class ModelWatch:
     def look(self) -> bool:
         """One look. Returns: True = a version was taken over. Raises: BackendError, ModelError."""
         now = self._server.model
+        if now is not None and self._learner is not None:
+            self._learner.look()
+            return False
         try:
             found = self._place.find()
         except NoChampion as error:
@@ -56,6 +69,9 @@ class ModelWatch:
         version = found.version if found is not None else 0
         if now is not None and version in (now.version, self._refused):
             return False
+        if now is None and self._learner is not None:
+            self._learner.begin(self._server)
+            return True
         loaded = load_served(self._place, self._settings, self._model)
         if now is None:
             self._server.begin(loaded)

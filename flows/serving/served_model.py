@@ -74,6 +74,12 @@ class ServedModel:
     renderer: ChatRenderer
     version: int
     context: int
+    base: int | None = None  # registered version (0 = a folder) of a service that learns: `version` counts its updates
+
+    @property
+    def name(self) -> str:
+        """Unambiguous name of the weights: 3 = registered version 3, 3+20 = 20 online updates later; 0 = a folder."""
+        return str(self.version) if self.base is None else f"{self.base}+{self.version}"
 
     @property
     def text_digest(self) -> str:

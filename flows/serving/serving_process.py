@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -17,6 +18,7 @@ from flows.operations.ports import check_port
 from flows.serving.chat_application import make_chat_app
 from flows.serving.chat_server import ChatServer
 from flows.serving.connections import bounded_connections, raise_file_limit
+from flows.serving.learning_start import Learner, LearningPlan
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion, load_served
 from rl_core.errors import BackendError, SettingsError
@@ -41,6 +43,7 @@ class Serving:
     place: ModelPlace
     model: ModelSettings = field(default_factory=ModelSettings)
     environment: EnvironmentSettings | None = None
+    learning: LearningPlan | None = None  # None = it does not learn
 
     @property
     def folder(self) -> Path:
@@ -81,19 +84,33 @@ def serve(serving: Serving, *, waits: bool = False, say: Callable[[str], None] =
     check_port(settings.port, "posttrain serve", "--port N")
     token = token_of(serving.folder)
     server = ChatServer(settings, serving.name, serving.folder, token, environment=serving.environment)
-    watch = ModelWatch(server, serving.place, settings, serving.model)
+    learner = _learner(serving)
+    watch = ModelWatch(server, serving.place, settings, serving.model, learner)
     try:
-        _load(server, serving, waits, say)
+        _load(server, serving, learner, waits, say)
         watch.start()
         _serve_http(server, serving, say)
     finally:
         watch.stop()
         server.close()
+        if learner is not None:
+            learner.stop()
 
 
-def _load(server: ChatServer, serving: Serving, waits: bool, say: Callable[[str], None]) -> None:
+def _learner(serving: Serving) -> Learner | None:
+    if serving.learning is None:
+        return None
+    return Learner(serving.learning, serving.place, serving.settings, serving.model, serving.name)
+
+
+def _load(
+    server: ChatServer, serving: Serving, learner: Learner | None, waits: bool, say: Callable[[str], None]
+) -> None:
     try:
-        server.begin(load_served(serving.place, serving.settings, serving.model))
+        if learner is not None:
+            learner.begin(server)
+        else:
+            server.begin(load_served(serving.place, serving.settings, serving.model))
     except NoChampion as error:
         if not waits:
             raise
@@ -108,7 +125,15 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
     raise_file_limit(settings.max_connections + 256)
     sys.setswitchinterval(SWITCH_SECONDS)
     http: Any = bounded_connections(settings.max_connections, settings.idle_seconds)
-    web = uvicorn.Server(uvicorn.Config(
+
+    class Web(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            """Tell requests that are not answered in time so, before uvicorn cancels them."""
+            ending = asyncio.ensure_future(_end_answers(server))
+            await super().shutdown(sockets)
+            ending.cancel()
+
+    web = Web(uvicorn.Config(
         make_chat_app(server), http=http, host=settings.host, port=settings.port, log_level="warning",
         access_log=False, timeout_keep_alive=max(1, int(settings.idle_seconds)), backlog=2048, lifespan="on",
         timeout_graceful_shutdown=STOP_SECONDS, server_header=False, date_header=False,
@@ -123,6 +148,12 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
             ) from None
 
 
+async def _end_answers(server: ChatServer) -> None:
+    await asyncio.sleep(STOP_SECONDS - 1)
+    if server.answering is not None:
+        server.answering.loop.close()
+
+
 def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str], None]) -> None:
     """Print address and token once the server answers."""
     while not web.started and not web.should_exit:
@@ -130,8 +161,11 @@ def _announce(web: Any, server: ChatServer, serving: Serving, say: Callable[[str
     if not web.started:
         return
     model = server.model
+    is_known = model is not None and (serving.place.is_registered or serving.learning is not None)
     say(f"serving    {serving.name} ({serving.place.reference}"
-        f"{f', version {model.version}' if model is not None and serving.place.is_registered else ''})")  # fmt: skip
+        f"{f', version {model.name}' if model is not None and is_known else ''})")  # fmt: skip
+    if serving.learning is not None:
+        say(f"learning   in {serving.learning.root}")
     say(f"base_url   {serving.address}")
     say(f"api_key    in {serving.folder / 'token'}")
     say("Ctrl-C stops it")

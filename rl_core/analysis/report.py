@@ -19,7 +19,7 @@ from rl_core.analysis.statistics import Difference, Rate
 from rl_core.analysis.summary import NO_CALL
 from rl_core.types import Trajectory, Turn
 
-__all__ = ["render"]
+__all__ = ["html_page", "html_table", "render", "safe_text"]
 
 MAX_TEXT = 4000  # characters shown of one action or observation
 
@@ -33,10 +33,6 @@ def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str =
         figures: (PNG file, caption) in order; the images are embedded.
     """
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">",
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main><h1>{_text(title)}</h1>",
         _headline(analysis),
         "".join(f"<p class='note'>{_text(note)}</p>" for note in analysis.notes),
         _overview(analysis.models),
@@ -51,12 +47,23 @@ def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str =
         _cases(analysis),
         "<section><h2>How to read this</h2><dl>",
         "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in GLOSSARY),
-        "</dl></section></main></body></html>\n",
+        "</dl></section>",
     ]
-    return "".join(parts)
+    return html_page(title, "".join(parts))
 
 
-def _text(value: object, limit: int = MAX_TEXT) -> str:
+def html_page(title: str, body: str) -> str:
+    """A page of its own in the report's style; `body` is HTML."""
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">"
+        f"<title>{safe_text(title)}</title><style>{STYLE}</style></head><body><main><h1>{safe_text(title)}</h1>"
+        f"{body}</main></body></html>\n"
+    )
+
+
+def safe_text(value: object, limit: int = MAX_TEXT) -> str:
     """HTML-safe text: markup escaped, control characters and lone surrogates replaced, length capped."""
     text = str(value)
     if len(text) > limit:
@@ -75,7 +82,7 @@ def _points(difference: Difference, scale: float = 100, digits: int = 1) -> str:
     return f"<span class='{kind}'>{d:+.{digits}f}</span> <small>[{low:+.{digits}f}, {high:+.{digits}f}]</small>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1) -> str:
     """Table of HTML cells; the first `text_columns` columns are text, the others numbers."""
 
     def cell(tag: str, column: int, content: str) -> str:
@@ -87,6 +94,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", 
     )
     caption = f"<caption>{label}</caption>" if label else ""
     return f"<div class='scroll'><table>{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+_text, _table = safe_text, html_table  # short names for the strings below
 
 
 def _headline(analysis: Analysis) -> str:

@@ -5,7 +5,7 @@ T sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,8 @@ class ServedAnswer:
     top: TopTokens | None = None  # the most likely tokens and the mass of the rest, where they were recorded
     rollout: Rollout | None = None  # of a session with an environment
     seed: int = 0  # of its samples
+    is_restricted: bool = False  # True = drawn from a part of the vocabulary
+    max_votes: int = 0  # samples that the vote could have drawn; 0 = the answers were not voted on
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class AnswerSink(Protocol):
 
     top: int  # most likely tokens that are recorded for each sampled one; 0 = none
 
-    def record(self, answer: ServedAnswer) -> None:
-        """Take an answer. Called on a thread of its own, in the order of the answers; it may wait."""
+    def record(self, answers: Sequence[ServedAnswer]) -> None:
+        """Take all answers to one request. Called on a thread of its own, in their order; it may wait."""
 
 
 class FeedbackSink(Protocol):

@@ -23,6 +23,7 @@ from rl_core.errors import SettingsError
 from rl_core.models import causal_lm, heads
 from rl_core.models.turn_states import turn_states
 from rl_core.online.labelled_rewards import ExperienceScorer
+from rl_core.online.served_experience import CHAT
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import GuardedLearner
 from rl_core.online.update_worker import UpdateWorker
@@ -37,7 +38,7 @@ __all__ = ["BUFFER", "CHECKPOINTS", "SNAPSHOTS", "assemble_worker", "online_envi
 
 BUFFER, CHECKPOINTS, SNAPSHOTS = "buffer", "checkpoints", "snapshots"
 # What decides about neither weights nor buffer; a worker may go on with others.
-_FREE = ("folder", "audit", "gate", "voting")
+_FREE = ("folder", "audit", "gate", "voting", "service")
 
 
 def assemble_worker(
@@ -78,7 +79,7 @@ def assemble_worker(
 
 def online_environment(settings: EnvironmentSettings | None) -> Environment | None:
     """The environment whose episodes are served; None = chat."""
-    return None if settings is None else make(settings.name, settings.options)
+    return None if settings is None or settings.name == CHAT else make(settings.name, settings.options)
 
 
 def _scorer(folder: str, policy: Policy) -> Scorer:

@@ -77,11 +77,17 @@ class Experience:
     rollouts: tuple[Rollout, ...]  # [G] the samples, in the order of the ballots
     vote: VoteOutcome
     recorded: tuple[RecordedTop | None, ...]  # [G] the sampler's distribution; None = not recorded
+    is_voted: bool = False  # True = the caller got the vote's answer alone, else all of them
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that sampled it: a request is answered by one."""
         return self.rollouts[0].trajectory.policy_version
+
+    @property
+    def given(self) -> tuple[str | None, ...]:
+        """Answers that the caller got, by choice; None = a choice without one."""
+        return (self.vote.answer,) if self.is_voted else tuple(ballot.answer for ballot in self.vote.ballots)
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +108,7 @@ class Experience:
             "rollouts": [rollout_to_json(rollout) for rollout in self.rollouts],
             "vote": self.vote.to_json(),
             "recorded": [top.to_json() if top is not None else None for top in self.recorded],
+            "is_voted": self.is_voted,
         }
 
     @classmethod
@@ -115,6 +122,7 @@ class Experience:
                 tuple(rollout_from_json(rollout) for rollout in row["rollouts"]),
                 VoteOutcome.from_json(row["vote"]),
                 tuple(RecordedTop.from_json(top) if top is not None else None for top in row["recorded"]),
+                bool(row.get("is_voted", False)),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"experience: {type(error).__name__}: {error}") from error

@@ -101,6 +101,11 @@ class SequentialGate:
             return self._close("reject")
         return "wait"
 
+    def abandon(self) -> None:
+        """Give the candidate up undecided: its rivals have changed. Its share of the error stays spent."""
+        self.version = None
+        self.decisions["abandon"] += 1
+
     def _close(self, decision: GateDecision) -> GateDecision:
         self.version = None
         self.decisions[decision] += 1

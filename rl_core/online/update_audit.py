@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from rl_core.errors import CheckpointError
+from rl_core.online.service_files import AUDIT, CONTRIBUTION
 from rl_core.online.update_step import UpdateReport
 from rl_core.online.update_task import UpdateTask
 from rl_core.settings import OnlineAuditSettings
@@ -26,9 +27,6 @@ from rl_core.storage.rotated_lines import RotatedLines
 __all__ = ["AUDIT", "CONTRIBUTION", "UpdateAudit", "audit_line", "contribution_record"]
 
 logger = logging.getLogger(__name__)
-
-AUDIT = "update_audit.log"
-CONTRIBUTION = "update_contribution.jsonl"
 
 
 def audit_line(report: UpdateReport, seconds: float) -> str:

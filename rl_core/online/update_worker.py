@@ -8,22 +8,17 @@ resumed, or runs later over the recorded log computes the same numbers, to the l
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_core.errors import CheckpointError, CorruptError, DataError, ResumeRefused
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
-from rl_core.online.drift_detection import DriftMonitor
-from rl_core.online.experience import Experience, check_experience
-from rl_core.online.experience_buffer import ExperienceBuffer, KeptExperience, sampling_beta
-from rl_core.online.experience_log import LogReader, LogRecord, oldest_number, segments
+from rl_core.errors import CheckpointError, DataError
+from rl_core.online.experience_buffer import KeptExperience, sampling_beta
+from rl_core.online.experience_log import LogReader, LogRecord, oldest_number
 from rl_core.online.labelled_rewards import ExperienceScorer, RewardTable
-from rl_core.online.labels import Label, PseudoLabelPrecision, prevailing, pseudo_label
+from rl_core.online.record_intake import RecordIntake
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import GuardedLearner, UpdateReport
 from rl_core.online.update_task import (
@@ -34,16 +29,17 @@ from rl_core.online.update_task import (
     request_advantages,
     rms_error,
 )
-from rl_core.online.voting import plain_text
+from rl_core.online.worker_checkpoints import prune_worker, restore, save_worker, worker_state
 from rl_core.settings import OnlineSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
-from rl_core.storage.manifest import digest_bytes
-from rl_core.storage.rng_state import restore_rng, rng_state
 
 __all__ = ["UpdateWorker"]
 
 logger = logging.getLogger(__name__)
+
+_OF_LEARNING = ("kl",)  # signals about the weights that learn; the others are about the ones that answer
+_PAST = 100  # versions that were live before, kept to go back to
 
 
 class UpdateWorker:
@@ -70,24 +66,22 @@ class UpdateWorker:
         self.store = CheckpointStore(folder)
         self.log = Path(log)
         self.learner, self.scorer, self.settings = learner, scorer, settings
-        self.vocab_size = vocab_size
         self.audit = audit
         self.fingerprint = dict(fingerprint or {})
-        self.buffer = ExperienceBuffer(settings.buffer)
-        self.drift = DriftMonitor(settings.drift)
+        self.intake = RecordIntake(settings, vocab_size, on_alarm=self._alarm, on_order=self._take_order)
+        self.buffer, self.drift = self.intake.buffer, self.intake.drift
+        self.precision, self.counts = self.intake.precision, self.intake.counts
         self.baseline = RunningBaseline(settings.update.baseline_decay)
-        self.precision = PseudoLabelPrecision()
         self.reader = LogReader(self.log)
-        self.records = 0  # read so far
         self.updates = 0  # due so far, refused ones included: the policy version
         self.served = 0  # version of the last snapshot
-        self.live = 0  # version that an order of the log named as proven; an alarm goes back to it
+        self.live = 0  # version that an order of the log named as proven
+        self.past: list[int] = []  # versions that were live before it, the newest last
+        self.held: int | None = None  # candidate of the gate, which stays on the disk
         self.paused = ""  # why nothing is learned; "" = learning
-        self.counts: Counter[str] = Counter()
         self.last_report: UpdateReport | None = None
-        self._last_digest = ""
-        self._referenced: set[int] = set()  # versions that the checkpoint before the last one referred to
-        self._needed = 0  # first record that it needs
+        self.referenced: set[int] = set()  # versions that the checkpoint before the last one referred to
+        self.needed = 0  # first record that it needs
 
     def __enter__(self) -> UpdateWorker:
         self.store.__enter__()
@@ -100,6 +94,11 @@ class UpdateWorker:
 
     def __exit__(self, *error: Any) -> None:
         self.store.__exit__(*error)
+
+    @property
+    def records(self) -> int:
+        """Answers and labels read so far; orders do not count."""
+        return self.intake.records
 
     # Steps
 
@@ -124,87 +123,27 @@ class UpdateWorker:
         """Records after which the next update is made."""
         return self.settings.update.first_update + self.updates * self.settings.update.update_every
 
-    # Records
-
     def _take_in(self, record: LogRecord) -> None:
-        self.records += 1
-        self._last_digest = _digest(record)
-        try:
-            if record.kind == "experience":
-                self._take_experience(record)
-            elif record.kind == "label":
-                self._take_label(*record.label())
-            else:
-                self._take_order(record.value)
-        except (DataError, TypeError, ValueError, KeyError, AttributeError) as error:  # of values of another type
-            self.counts["refused"] += 1
-            logger.warning("record %d of %s is left out: %s", record.number, self.log, error)
+        self.intake.take(record, self.log, self.updates)
 
-    def _take_experience(self, record: LogRecord) -> None:
-        experience = record.experience()
-        check_experience(experience, vocab_size=self.vocab_size, max_tokens=self.settings.buffer.max_tokens)
-        if experience.policy_version > self.updates:
-            raise DataError(
-                f"policy_version: {experience.policy_version} comes from a later update than {self.updates}, the last "
-                "one here; the log belongs to another worker"
-            )
-        self._observe_traffic(experience)
-        label = self._first_label(experience)
-        self.counts["experiences"] += self.buffer.add(
-            record.number, experience, label, version=self.updates, digest=self._last_digest
-        )
-
-    def _first_label(self, experience: Experience) -> Label | None:
-        labels = self.settings.labels
-        found = self._consensus(experience) if labels.use_consensus else None
-        if found is not None:
-            self.counts["pseudo_labels"] += 1
-            return found
-        return Label("played", "environment") if labels.trust_environment else None
-
-    def _consensus(self, experience: Experience) -> Label | None:
-        labels = self.settings.labels
-        return pseudo_label(
-            experience.vote,
-            min_confidence=labels.min_confidence,
-            min_votes=labels.min_votes,
-            confidence=labels.confidence,
-        )
-
-    def _take_label(self, request_id: str, label: Label) -> None:
-        kept = self.buffer.find(request_id)
-        if kept is None:
-            self.counts["labels_without_experience"] += 1
-            return
-        self.counts["labels"] += 1
-        chosen = prevailing(kept.label, label)
-        if chosen is not label:
-            return
-        if label.source == "feedback":
-            self._judge(kept, label)
-        self.buffer.set_label(request_id, label)
-
-    def _judge(self, kept: KeptExperience, label: Label) -> None:
-        """Precision of the pseudo-label, and success of the answer that was given."""
-        consensus = self._consensus(kept.experience)
-        if consensus is not None:
-            self.precision.take_back(kept.agreed)
-            kept.agreed = self.precision.observe(consensus, label)
-        given = kept.experience.vote.answer
-        if label.kind == "answer" and label.text is not None:
-            self._observe("success", float(given is not None and plain_text(given) == plain_text(label.text)))
-        elif label.score is not None:
-            self._observe("success", max(0.0, label.score))
+    # Orders and alarms
 
     def _take_order(self, order: Mapping[str, Any]) -> None:
-        """`{"order": "resume"}` ends a pause; `{"order": "live", "version": v}` names a snapshot that is proven."""
-        name = order.get("order")
+        """Follow an order of the log.
+
+        `{"order": "resume"}` ends a pause; `{"order": "hold", "version": v}` keeps a snapshot on the disk while the
+        gate tests it; `{"order": "live", "version": v}` names one that is proven.
+        """
+        name, version = order.get("order"), order.get("version")
+        is_there = version in self.learner.snapshots.versions()
         if name == "resume":
             self.paused = ""
             self.learner.refused_in_row = 0
             self.drift.reset()
-        elif name == "live" and order.get("version") in self.learner.snapshots.versions():
-            self._go_live(int(order["version"]))
+        elif name == "hold" and is_there:
+            self.held = int(version)  # type: ignore[arg-type]
+        elif name == "live" and is_there:
+            self._go_live(int(version))  # type: ignore[arg-type]
         else:
             raise DataError(f"order: {dict(order)!r:.200} is unknown, or names a snapshot that is not there")
 
@@ -213,24 +152,20 @@ class UpdateWorker:
             self.learner.snapshots.point_to(version)
         except CheckpointError as error:
             raise DataError(f"order: {error}") from error
-        self.live = version
+        if version != self.live:
+            self.past = [*self.past, self.live][-_PAST:]
+        self.live, self.held = version, None
 
-    # Alarms
-
-    def _observe_traffic(self, experience: Experience) -> None:
-        drift, turns = self.settings.drift, [t for r in experience.rollouts for t in r.trajectory.turns]
-        tokens = sum(sum(rollout.loss_mask) for rollout in experience.rollouts) / len(experience.rollouts)
-        self._observe("confidence", experience.vote.confidence)
-        self._observe("length", tokens / drift.max_length)
-        self._observe("refusals", sum(turn.is_error for turn in turns) / max(1, len(turns)))
-
-    def _observe(self, signal: str, value: float) -> None:
-        alarm = self.drift.observe(signal, value)
-        if alarm is not None:
-            self._pause(f"drift: {alarm}")
+    def _alarm(self, signal: str, why: str) -> None:
+        """Pause; where the answers have changed, go back to the snapshot that was live before as well."""
+        if signal not in _OF_LEARNING:
+            there = self.learner.snapshots.versions()
+            self.past = [version for version in self.past if version in there]
+            self.live = self.past.pop() if self.past else self.live
+        self._pause(why)
 
     def _pause(self, why: str) -> None:
-        """Stop learning and go back to the last proven snapshot."""
+        """Stop learning and go back to the live snapshot."""
         self.paused = why
         self.counts["pauses"] += 1
         weights = self.learner.snapshots.find_weights(self.live)
@@ -265,7 +200,7 @@ class UpdateWorker:
             self.audit.write(report, task)
         kl = report.kl_control.get("mean_kl")
         if kl is not None and not report.refused:
-            self._observe("kl", kl / self.settings.drift.max_kl)
+            self.intake.observe("kl", kl / self.settings.drift.max_kl)
         if not self.paused and self.learner.refused_in_row >= settings.max_refused:
             self._pause(f"{self.learner.refused_in_row} updates in a row were refused, the last one: {report.refused}")
         if self.updates % settings.snapshot_every == 0 and not self.paused:
@@ -323,66 +258,19 @@ class UpdateWorker:
             "updates": self.updates,
             "records": self.records,
             "last_record": self.reader.last,
+            "last_digest": self.intake.last_digest,
+            "first_record": self.buffer.first_number() or 0,
             "parent": self.served,
         }
         self.learner.snapshots.publish(self.updates, self.learner.served_weights(), facts)
         self.served = self.updates
 
     def save(self, *, prune: bool = False) -> None:
-        """Publish a checkpoint. With `prune`, then remove snapshots and segments that nothing refers to any more.
-
-        Which snapshots are there decides how the old distribution is known, so they are removed after the same updates
-        in every run over the same records: not where a worker happens to be stopped.
-        """
-        self.store.save(
-            {
-                "model": dict(trainable_weights(self.learner.model)),
-                "learner": self.learner.state_dict(),
-                "worker": {**self._state(), "prune": prune},
-                "rewards": self.scorer.rewards.state_dict(),
-                "rng": rng_state(),
-                "fingerprint": self.fingerprint,
-            }
-        )
-        fault("online.saved")
-        if prune:
-            self._prune()
-
-    def _prune(self) -> None:
-        referenced = self.buffer.referenced_versions() | {self.live, self.served}
-        # the checkpoint before this one may still be resumed from, where this one turns out to be damaged
-        self.learner.snapshots.prune(self.settings.update.keep_snapshots, referenced | self._referenced)
-        self._referenced = referenced
-        if not self.settings.buffer.keep_segments:
-            self._remove_segments()
-        fault("online.pruned")
-
-    def _remove_segments(self) -> None:
-        """Remove segments whose records are read, and gone from the buffer since two checkpoints; the last stays."""
-        needed = self.buffer.first_number()
-        limit = self.reader.last if needed is None else min(needed, self.reader.last)
-        for (_, path), (following, _) in pairwise(segments(self.log)):
-            if following <= min(limit, self._needed):
-                path.unlink(missing_ok=True)
-        self._needed = limit
+        """Publish a checkpoint. With `prune`, then remove snapshots and segments that nothing refers to any more."""
+        save_worker(self, prune=prune)
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "buffer": self.buffer.state_dict(),
-            "drift": self.drift.state_dict(),
-            "baseline": self.baseline.state_dict(),
-            "precision": [self.precision.agreed, self.precision.disagreed],
-            "records": self.records,
-            "updates": self.updates,
-            "served": self.served,
-            "live": self.live,
-            "paused": self.paused,
-            "counts": dict(self.counts),
-            "last_record": self.reader.last,
-            "last_digest": self._last_digest,
-            "referenced": sorted(self._referenced),
-            "needed": self._needed,
-        }
+        return worker_state(self)
 
     def _begin(self) -> None:
         state = self.store.load_latest()
@@ -396,67 +284,18 @@ class UpdateWorker:
             self.learner.snapshots.publish(0, self.learner.served_weights(), {"updates": 0})
             if self.learner.snapshots.live() is None:
                 self.learner.snapshots.point_to(0)
-            return
-        self._resume(state)
-
-    def _resume(self, state: Mapping[str, Any]) -> None:
-        if state["fingerprint"] != self.fingerprint:
-            changed = sorted(
-                name
-                for name in {*state["fingerprint"], *self.fingerprint}
-                if state["fingerprint"].get(name) != self.fingerprint.get(name)
-            )
-            raise ResumeRefused(
-                f"{self.store.folder}: was made with another {', '.join(changed)}; put the old settings back, or go on "
-                "in another folder"
-            )
-        worker = state["worker"]
-        load_trainable_weights(self.learner.model, state["model"])
-        self.learner.load_state_dict(state["learner"])
-        self.scorer.rewards.load_state_dict(state["rewards"])
-        self.drift.load_state_dict(worker["drift"])
-        self.baseline.load_state_dict(worker["baseline"])
-        self.precision = PseudoLabelPrecision(*worker["precision"])
-        for name in ("records", "updates", "served", "live", "paused"):
-            setattr(self, name, worker[name])
-        self.counts = Counter(worker["counts"])
-        self._last_digest = worker["last_digest"]
-        self.buffer.load_state_dict(worker["buffer"], self._experiences(worker))
-        self.reader = LogReader(self.log, after=worker["last_record"])
-        self._referenced, self._needed = set(worker["referenced"]), int(worker["needed"])
-        restore_rng(state["rng"])
-        if worker["prune"]:  # it may have been killed before it did
-            self._prune()
-
-    def _experiences(self, worker: Mapping[str, Any]) -> dict[int, Experience]:
-        """The buffer's experiences, from the log. Raises: CorruptError where the log is another one."""
-        last = worker["last_record"]
-        wanted = dict(zip(worker["buffer"]["numbers"], worker["buffer"]["digests"], strict=True))
-        found = {}
-        for record in LogReader(self.log, after=min(wanted, default=last) - 1).read():
-            expected = wanted.get(record.number, worker["last_digest"] if record.number == last else None)
-            if expected is not None and _digest(record) != expected:
-                raise CorruptError(f"{self.log}: record {record.number} is another one than was learned from")
-            if record.number in wanted:
-                found[record.number] = record.experience()
-            if record.number >= last:
-                break
-        if wanted.keys() - found.keys():
-            raise CheckpointError(
-                f"{self.log}: {len(wanted) - len(found)} records of the buffer are gone, the first is "
-                f"{min(wanted.keys() - found.keys())}; put the log back, or begin in a new folder"
-            )
-        return found
+        elif restore(self, state):  # it may have been killed before it pruned
+            prune_worker(self)
 
     def metrics(self) -> dict[str, float]:
         """All numbers of the worker, by metric name."""
         report = self.last_report
         found = {
-            "online/records": float(self.records),
             "online/updates": float(self.updates),
             "online/snapshot_version": float(self.served),
+            "online/live_version": float(self.live),
+            "online/held_version": float(-1 if self.held is None else self.held),
             "online/paused": float(bool(self.paused)),
-            **{f"online/count/{name}": float(count) for name, count in sorted(self.counts.items())},
         }
         if report is not None and report.losses:
             found |= {f"online/loss/{name}": value for name, value in report.losses.items()}
@@ -464,9 +303,4 @@ class UpdateWorker:
             found |= {"online/kl_target": report.kl_control["target_kl"]}
             if "mean_kl" in report.kl_control:
                 found["online/mean_kl"] = report.kl_control["mean_kl"]
-        return found | self.learner.metrics() | self.buffer.metrics() | self.drift.metrics() | self.precision.metrics()
-
-
-def _digest(record: LogRecord) -> str:
-    text = repr((record.number, record.kind, sorted(record.value.items(), key=lambda pair: pair[0])))
-    return digest_bytes(text.encode("utf-8", "surrogatepass"))
+        return found | self.learner.metrics() | self.intake.metrics()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
-from rl_core.settings.parts import EnvironmentSettings, ModelSettings
+from rl_core.settings.parts import EnvironmentSettings, ModelSettings, SamplingSettings
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import OptimizerSettings
 
@@ -17,6 +17,7 @@ __all__ = [
     "OnlineDriftSettings",
     "OnlineGateSettings",
     "OnlineLabelSettings",
+    "OnlineServiceSettings",
     "OnlineSettings",
     "OnlineUpdateSettings",
     "VotingSettings",
@@ -156,6 +157,10 @@ class OnlineGateSettings(Settings):
     )
     max_episodes: int = setting(2000, ge=1, le=10_000_000, doc="canary episodes of one snapshot, at most")
     episodes_per_look: int = setting(50, ge=1, le=1_000_000, doc="canary episodes between two looks")
+    levels: tuple[str, ...] = setting((), doc="levels of the canary episodes, in equal shares; () = all")
+    sampling: SamplingSettings = setting(
+        SamplingSettings(temperature=0.0), doc="how canary episodes are played; the same random numbers for every model"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +208,35 @@ class OnlineAuditSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnlineServiceSettings(Settings):
+    """The processes beside a server that learns: update worker and gate."""
+
+    record_top: int = setting(
+        16, ge=0, le=1024, doc="most likely tokens recorded at each sampled one, for the KL where a snapshot is gone"
+    )
+    update_seconds: float = setting(
+        600.0, gt=0, le=1e6, doc="time of one update or one look of the gate; a process that takes longer is restarted"
+    )
+    nice: int = setting(
+        10, ge=0, le=19, doc="priority of worker and gate behind the server, as in `nice`; 0 = the same"
+    )
+    standby: bool = setting(
+        True, doc="keep a spare process that has loaded everything, so that a restart takes a moment; costs its memory"
+    )
+    run_gate: bool = setting(True, doc="play canary episodes; false: snapshots go live by orders alone")
+    metrics_seconds: float = setting(10.0, gt=0, le=1e6, doc="seconds between two entries of the service's MLflow run")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OnlineSettings(Settings):
     """Online learning: one file for the worker and for replays."""
 
     folder: str = setting("outputs/online", doc="folder of the buffer, checkpoints, snapshots and audit")
     model: ModelSettings = setting(ModelSettings(), doc="the model that the service began with; `path` names it")
     environment: EnvironmentSettings | None = setting(
-        None, doc="environment whose episodes are served; left out: chat, an answer is right if it equals the label"
+        None,
+        doc="environment whose episodes are served; left out, or name `chat`: conversations, an answer is right if it "
+        "equals the label",
     )
     rewards: dict[str, float] = setting(
         {"task": 1.0}, is_code=True, doc="reward components and their weights, as in the policy stage"
@@ -224,3 +251,4 @@ class OnlineSettings(Settings):
     gate: OnlineGateSettings = setting(OnlineGateSettings(), doc="gate of snapshots")
     drift: OnlineDriftSettings = setting(OnlineDriftSettings(), doc="alarms")
     audit: OnlineAuditSettings = setting(OnlineAuditSettings(), doc="logs of updates")
+    service: OnlineServiceSettings = setting(OnlineServiceSettings(), doc="worker and gate beside a server")

@@ -21,6 +21,7 @@ from rl_core.settings import (
     EnvironmentSettings,
     EvaluationSettings,
     ModelSettings,
+    OnlineSettings,
     PolicySettings,
     PreferenceSettings,
     RewardModelSettings,
@@ -268,6 +269,9 @@ class PipelineSettings(Settings):
     retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
     serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
     stages: StagesSettings = setting(doc="what is done")
+    online: OnlineSettings | None = setting(
+        None, doc="learning from what is served, `posttrain serve --learn`; `{}` = its defaults"
+    )
 
     def check(self) -> None:
         """The name is one path component; there is something to do."""

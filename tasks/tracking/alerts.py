@@ -15,8 +15,11 @@ __all__ = ["EVENT", "Alert", "AlertTracker", "announce"]
 logger = logging.getLogger(__name__)
 
 EVENT = "posttrain.alert"
-ALWAYS = {"reward/alarm": "> 0"}  # the reward-hacking monitor's
-_MEANINGS = {"reward/alarm": "the reward rises while success falls: it may be hacked"}
+ALWAYS = {"reward/alarm": "> 0", "online/paused": "> 0"}  # of the reward-hacking monitor, of online learning
+_MEANINGS = {
+    "reward/alarm": "the reward rises while success falls: it may be hacked",
+    "online/paused": "learning has stopped and the last good snapshot answers; the run's tag online.alarm says why",
+}
 
 
 @dataclass(frozen=True, slots=True)

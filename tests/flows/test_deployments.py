@@ -30,7 +30,8 @@ def check(entrypoint, parameters):
 
 
 def test_the_deployments_are_the_ones_that_the_readme_describes():
-    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze"}
+    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze",
+             "nightly-consolidate"}  # fmt: skip
     assert set(DEPLOYMENTS) == names
     readme = (FOLDER / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in [*names, *AUTOMATIONS])
@@ -74,7 +75,7 @@ def test_schedules_are_cron_lines_that_prefect_takes():
     from prefect.client.schemas.schedules import CronSchedule
 
     crons = {name: d["schedules"][0] for name, d in DEPLOYMENTS.items() if "schedules" in d}
-    assert set(crons) == {"nightly-retrain", "evaluate-champion"}
+    assert set(crons) == {"nightly-retrain", "evaluate-champion", "nightly-consolidate"}
     for cron in crons.values():
         CronSchedule(cron=cron["cron"], timezone=cron["timezone"])
 

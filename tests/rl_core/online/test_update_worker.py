@@ -207,7 +207,7 @@ def test_a_label_that_no_component_can_use_spoils_no_other_experience(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- alarms
 
 
-def test_an_alarm_stops_learning_and_goes_back_to_the_proven_snapshot(tmp_path):
+def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
     drift = OnlineDriftSettings(watched=("confidence",), reference=6, run_length=10.0, slack=0.0, reference_error=0.9)
     chosen = settings({"first_update": 4, "update_every": 6, "snapshot_every": 1}, drift=drift)
     log = tmp_path / "log"
@@ -221,11 +221,12 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_proven_snapshot(tmp_path):
             writer.append([("control", {"order": "live", "version": live})])
         worker.run_to_end()
         assert worker.live == live == worker.learner.snapshots.live() and not worker.paused
-        served = worker.learner.snapshots.weights(live)
+        before = worker.learner.snapshots.weights(0)
         write_traffic(log, split, feedback=10**9)
         worker.run_to_end()
         assert worker.paused.startswith("drift: confidence falls") and worker.counts["pauses"] == 1
-        assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in served.items())
+        assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in before.items())
+        assert worker.live == 0 == worker.learner.snapshots.live()
         refused = worker.learner.refused["paused"]
         assert refused > 0 and worker.metrics()["online/paused"] == 1.0
         with ExperienceLog(log) as writer:
@@ -235,7 +236,7 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_proven_snapshot(tmp_path):
         worker.run_to_end()
         assert not worker.paused and worker.learner.taken > taken
     with make_worker(tmp_path, log, chosen) as again:  # and all of it survives
-        assert again.live == live and again.counts["pauses"] == 1
+        assert again.live == 0 and again.past == [] and again.counts["pauses"] == 1
 
 
 def test_refused_again_and_again_it_pauses(tmp_path, traffic):

@@ -1,0 +1,175 @@
+"""Consolidation: the live snapshot of a learning service becomes a version of the registered model.
+
+It goes the way of every model: held-out episodes, the promotion gate against the champion, manual approval where the
+pipeline asks for it. Its lineage (service, snapshot, records, digests, parent version) is in the version's tags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.states import Completed, State
+
+from flows.online.learning_folder import read_service
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.post_training import execute, say, watched
+from flows.runtime import outlived
+from flows.runtime.approval_wait import run_with_approval
+from flows.runtime.pipeline_result import PipelineResult
+from rl_core.errors import SettingsError
+from rl_core.online.assembly import SNAPSHOTS
+from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.storage.faults import fault
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import digest_file, read_manifest
+from tasks.config import PipelineSettings, PromotionSettings
+from tasks.config.own_stages import load_own_stages
+from tasks.config.settings import OwnStageSettings, StagesSettings
+from tasks.tracking import ModelVersion, Tracking
+
+__all__ = ["ConsolidationResult", "LiveSnapshot", "consolidate", "live_snapshot", "run_consolidation"]
+
+logger = logging.getLogger(__name__)
+
+STAGE = "online_snapshot"
+USE = "tasks.stages.online_snapshot:STAGE"
+
+
+@dataclass(frozen=True)
+class ConsolidationResult:
+    """Result of a consolidation."""
+
+    status: str  # skipped, or the gate's decision
+    message: str
+    pipeline: PipelineResult | None = None  # None = skipped
+
+
+@dataclass(frozen=True)
+class LiveSnapshot:
+    """The live snapshot of a service, and where it came from."""
+
+    service: Path
+    facts: dict[str, Any]  # of the service
+    version: int
+    weights_sha256: str
+    lineage: dict[str, Any]  # facts of the snapshot: updates, records
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Lineage as tags of a registered version."""
+        facts = self.lineage
+        return {
+            "online.service": str(self.service),
+            "online.snapshot": str(self.version),
+            "online.base_sha256": str(self.facts["model_sha256"]),
+            "online.weights_sha256": self.weights_sha256,
+            "online.records": f"{facts.get('first_record', 0)}-{facts.get('last_record', 0)}",
+            "online.last_record_sha256": str(facts.get("last_digest", "")),
+            "online.updates": str(facts.get("updates", self.version)),
+            "online.parent_version": str(self.facts.get("version", "")),
+        }
+
+
+def live_snapshot(root: Path, versions: list[ModelVersion]) -> LiveSnapshot | str:
+    """The live snapshot of the newest service in a folder that is not registered yet; a text = why there is none."""
+    services = [(facts["began"], path, facts) for path in root.glob("*") if (facts := read_service(path))]
+    if not services:
+        return f"{root} holds no service: `posttrain serve CONFIG --learn` begins one"
+    _, path, facts = max(services, key=lambda entry: entry[0])
+    snapshots = WeightSnapshots(path / SNAPSHOTS)
+    live = snapshots.live()
+    if not live:
+        return f"{path}: nothing that it learned is live yet"
+    folder = snapshots.path(live)
+    manifest = read_manifest(folder)
+    digest = digest_file(folder / "weights.safetensors")
+    if any(version.tags.get("online.weights_sha256") == digest for version in versions):
+        return f"snapshot {live} of {path} is registered already"
+    return LiveSnapshot(path, facts, live, digest, dict(manifest.get("facts", {})))
+
+
+def settings_of(settings: PipelineSettings, found: LiveSnapshot) -> PipelineSettings:
+    """The pipeline that takes the snapshot to the promotion gate."""
+    lora = settings.online.model.lora if settings.online is not None else None
+    own = {
+        "service": str(found.service), "snapshot": found.version, "weights_sha256": found.weights_sha256,
+        "base_sha256": found.facts["model_sha256"], "lora": dataclasses.asdict(lora) if lora is not None else None,
+    }  # fmt: skip
+    version = found.facts.get("version")
+    start = f"models:/{found.facts['registered']}/{version}" if version else str(found.service / "model")
+    if settings.stages.evaluate is None:
+        raise SettingsError("stages.evaluate: the promotion gate compares held-out episodes; add it (`evaluate: {}`)")
+    return dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, path=start, lora=None),
+        stages=StagesSettings(
+            prepare_data=settings.stages.prepare_data, evaluate=settings.stages.evaluate,
+            promote=settings.stages.promote or PromotionSettings(),
+            own={STAGE: OwnStageSettings(use=USE, settings=own)},
+        ),
+    )  # fmt: skip
+
+
+def _run_name() -> str:
+    return f"consolidate {pipeline_name(flow_run.parameters['settings'])}"
+
+
+@flow(
+    name="consolidate",
+    flow_run_name=_run_name,
+    description=(__doc__ or "").strip(),
+    validate_parameters=False,
+    persist_result=False,
+)
+def consolidate(settings: PipelineForm | str, overrides: list[str] | None = None) -> State[ConsolidationResult]:
+    """Take the live snapshot of the pipeline's service to the promotion gate.
+
+    Args:
+        settings: contents of a config file, or its path (relative to the flow's working directory).
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
+    """
+    typed = read_settings(settings, overrides)
+    with outlived.noted() as outcome:
+        outcome.result = result = _consolidate(typed)
+    return Completed(message=result.message, data=result)
+
+
+def _consolidate(settings: PipelineSettings) -> ConsolidationResult:
+    output = Path(settings.output).resolve()
+    home = output / settings.name
+    tracking = Tracking(settings.tracking.uri, output, settings.experiment)
+    skipped: list[str] = []
+
+    def run_once() -> PipelineResult:
+        with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
+            found = live_snapshot(home / "online", tracking.versions(settings.registered_model))
+            if isinstance(found, str):
+                skipped.append(found)
+                return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
+            typed = settings_of(settings, found)
+            stages, problems = load_own_stages(typed.stages, typed.model, None)
+            assert not problems, problems
+            typed = dataclasses.replace(typed, stages=stages)
+            fault("consolidate.chosen")
+            return execute(typed, tags=found.tags, lock=lock, on_drift="anew")
+
+    pipeline = run_with_approval(settings, run_once, say)
+    if skipped and not pipeline.results:
+        logger.info("consolidation: %s", skipped[-1])
+        return ConsolidationResult("skipped", skipped[-1])
+    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
+    return ConsolidationResult(str(said.get("decision", "")), str(said.get("note", "")), pipeline)
+
+
+def run_consolidation(settings: PipelineSettings, *, quiet: bool = False) -> ConsolidationResult:
+    """Run the flow in this process, with live progress."""
+    with watched(quiet=quiet), passed_on(settings) as stored:
+        run = outlived.run(lambda: consolidate(stored))
+        result: ConsolidationResult = run  # type: ignore[assignment]
+    return result

@@ -1,0 +1,129 @@
+"""Folder of one learning service: the model that it began with, its settings, and what happened.
+
+<folder>/model/          the model that the service began with; snapshots are weights of it
+<folder>/service.json    its name, registered version and digest, and the time at which the service began
+<folder>/online.yaml     settings of worker and gate
+<folder>/events.jsonl    decisions, alarms, restarts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.online.service_files import read_object
+from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import publish_folder
+from rl_core.storage.manifest import digest_folder
+from rl_core.storage.rotated_lines import RotatedLines
+from rl_core.storage.single_files import copy_tree, make_folder, write_json_atomic, write_text_atomic
+
+__all__ = ["EVENTS", "SERVICE", "SETTINGS", "LearningFolder", "pipeline_settings", "read_events", "read_service"]
+
+SERVICE = "service.json"
+SETTINGS = "online.yaml"
+EVENTS = "events.jsonl"
+TAKEN = "orders.json"
+EVENT_BYTES, EVENT_FILES = 4 * 2**20, 3
+
+
+def pipeline_settings(
+    online: OnlineSettings, environment: EnvironmentSettings, model: ModelSettings, folder: Path
+) -> OnlineSettings:
+    """Settings of the service of a pipeline, which adds its environment, model and folder.
+
+    Raises: SettingsError where the section `online` names what is the pipeline's.
+    """
+    if online.model.path is not None:
+        raise SettingsError("online.model.path: in a pipeline the service begins with what is served; leave it out")
+    if online.folder != OnlineSettings().folder:
+        raise SettingsError("online.folder: a pipeline's services are in its own folder; leave it out")
+    own = dataclasses.replace(model, path=str(folder / "model"), lora=online.model.lora)
+    return dataclasses.replace(online, folder=str(folder), model=own, environment=online.environment or environment)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningFolder:
+    """One service's folder, made when it first begins."""
+
+    path: Path
+    facts: dict[str, Any]  # of service.json
+
+    @classmethod
+    def open(cls, path: Path, source: Path, facts: Mapping[str, Any]) -> LearningFolder:
+        """The folder; at the first start the model is copied into it.
+
+        Args:
+            source: folder of the model. facts: name, and registered version where there is one.
+        Raises: CheckpointError where the disk refuses; DataError where the folder is that of another model.
+        """
+        make_folder(path)
+        digest = digest_folder(source)
+        model = path / "model"
+        if not (model / "config.json").is_file():
+            publish_folder(model, lambda target: _copied(source, target), {"kind": "model"})
+            fault("online.model")
+        if not (path / SERVICE).is_file():
+            write_json_atomic(path / SERVICE, {**facts, "model_sha256": digest, "began": time.time()})
+        found = read_service(path)
+        if found.get("model_sha256") != digest:
+            raise DataError(f"{path}: is the service of another model; move it away to begin anew")
+        return cls(path, found)
+
+    def write_settings(self, settings: OnlineSettings) -> Path:
+        """The file that worker and gate read; JSON is YAML."""
+        text = json.dumps(dataclasses.asdict(settings), indent=1, sort_keys=True)
+        write_text_atomic(self.path / SETTINGS, text + "\n")
+        return self.path / SETTINGS
+
+    def note(self, kind: str, text: str, **more: Any) -> None:
+        """Append to the record of what happened. Raises: CheckpointError."""
+        line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more})
+        RotatedLines(self.path / EVENTS, max_bytes=EVENT_BYTES, keep=EVENT_FILES).append((line + "\n").encode())
+
+    @property
+    def orders_taken(self) -> int:
+        """Number of the gate's last order that was handed to the worker."""
+        try:
+            return int(json.loads((self.path / TAKEN).read_text())["number"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def take_orders(self, number: int) -> None:
+        """Note that all orders up to this one are handed over, before they are: one that a kill loses is given up,
+        and never given twice, when a rollback may have come between."""
+        write_json_atomic(self.path / TAKEN, {"number": number})
+        fault("online.taken")
+
+
+def _copied(source: Path, target: Path) -> dict[str, str]:
+    copy_tree(source, target)
+    return {}
+
+
+def read_service(path: Path) -> dict[str, Any]:
+    """Facts of a service's folder; {} where it is none."""
+    return read_object(path / SERVICE)
+
+
+def read_events(path: Path, count: int = 1000) -> list[dict[str, Any]]:
+    """The newest events of a service, the oldest first."""
+    lines: list[str] = []
+    for number in range(EVENT_FILES, -1, -1):
+        file = path / (f"{EVENTS}.{number}" if number else EVENTS)
+        if file.is_file():
+            lines += file.read_text(errors="replace").splitlines()
+    found = []
+    for line in lines[-count:]:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # torn by a kill
+            continue
+    return [event for event in found if isinstance(event, dict)]

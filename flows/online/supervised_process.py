@@ -1,0 +1,182 @@
+"""A process beside the server, kept running: noticed at once when it dies, within seconds when it hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rl_core.storage.single_files import open_log
+
+__all__ = ["Standby", "SupervisedProcess"]
+
+log = logging.getLogger(__name__)
+
+HANG_SECONDS = 2.5  # without a sign of life
+START_SECONDS = 300.0  # for the first one
+STEADY_SECONDS = 30.0  # of life, after which the next start is at once
+LONGEST_WAIT = 30.0
+STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
+LOG_BYTES = 4 * 2**20
+
+
+class Standby:
+    """A spare process that has imported everything, and becomes the next worker or gate: a restart takes a second or
+    two in place of the time that torch takes to load."""
+
+    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+        """command: as for `SupervisedProcess`; the process says by a byte that it is ready."""
+        self._command, self._log = list(command), log_path
+        self._spare: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The spare process."""
+        return self._spare[0] if self._spare is not None else None
+
+    def keep(self) -> None:
+        """Start a spare where there is none."""
+        if self._spare is not None and self._spare[0].poll() is not None:
+            self._spare[1].close()
+            self._spare = None
+        if self._spare is None:
+            self._spare = spawn_beating(self._command, self._log)
+
+    def take(self, part: str) -> tuple[subprocess.Popen[bytes], socket.socket] | None:
+        """The spare as this part from now on; None where none is ready."""
+        if self._spare is None or self._spare[0].poll() is not None or not received(self._spare[1]):
+            return None
+        spare, self._spare = self._spare, None
+        try:
+            spare[1].sendall(f"{part}\n".encode())
+        except OSError:
+            return None
+        return spare
+
+    def stop(self) -> None:
+        """End the spare."""
+        if self._spare is not None:
+            self._spare[1].close()
+            self._spare[0].kill()
+            self._spare[0].wait()
+            self._spare = None
+
+
+def spawn_beating(command: Sequence[str], log_path: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process with the number of its heartbeat's descriptor as last argument, and our end. Raises: OSError."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        with open_log(log_path, append_up_to=LOG_BYTES) as out, theirs:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
+
+
+def received(ours: socket.socket) -> bool:
+    """True = the other end has sent something."""
+    try:
+        return bool(ours.recv(65_536))
+    except OSError:  # nothing there
+        return False
+
+
+class SupervisedProcess:
+    """One process. `step` is called several times a second and never blocks."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda text: None,
+        standby: Standby | None = None,
+    ) -> None:
+        """command: is given the number of its heartbeat's descriptor as last argument. tell: takes a sentence about
+        every end that nobody asked for."""
+        self.name, self._command, self._log = name, list(command), log_path
+        self._clock, self._tell, self._standby = clock, tell, standby
+        self.process: subprocess.Popen[bytes] | None = None
+        self.restarts = 0
+        self.failures = 0  # in a row
+        self._beats: socket.socket | None = None
+        self._began = self._last = self._retry_at = 0.0
+        self._has_beaten = False
+
+    @property
+    def is_up(self) -> bool:
+        """True = it runs, and has given a sign of life."""
+        return self.process is not None and self._has_beaten
+
+    def step(self) -> None:
+        """Start it, look at it, or end it, as is due."""
+        now = self._clock()
+        if self.process is None:
+            if now >= self._retry_at:
+                self._start(now)
+            return
+        if (code := self.process.poll()) is not None:
+            self._ended(now, f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+            return
+        assert self._beats is not None
+        if received(self._beats):
+            self._last, self._has_beaten = now, True
+        limit = HANG_SECONDS if self._has_beaten else START_SECONDS
+        if now - self._last > limit:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            self._ended(now, f"gave no sign of life for {limit:g} s and was killed")
+
+    def stop(self) -> None:
+        """End it and wait: SIGTERM, then SIGKILL."""
+        if self.process is None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+        self._clear()
+
+    def _start(self, now: float) -> None:
+        found = self._standby.take(self.name) if self._standby is not None else None
+        try:
+            self.process, self._beats = found or spawn_beating(self._command, self._log)
+        except OSError as error:  # temporarily out of memory, processes or disk
+            self._ended(now, f"cannot be started: {error}")
+            return
+        self._began, self._last, self._has_beaten = now, now, False
+
+    def _ended(self, now: float, how: str) -> None:
+        self._clear()
+        self.failures = 1 if now - self._began > STEADY_SECONDS else self.failures + 1
+        self.restarts += 1
+        wait = 0.0 if self.failures == 1 else min(LONGEST_WAIT, 0.5 * 2 ** min(self.failures - 2, 10))
+        self._retry_at = now + wait
+        log.warning("%s %s; next start in %g s (%s)", self.name, how, wait, self._log)
+        self._tell(f"the {self.name} {how}")
+
+    def _clear(self) -> None:
+        self.process, self._has_beaten = None, False
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
+
+    def _signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)

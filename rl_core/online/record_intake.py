@@ -1,0 +1,164 @@
+"""Intake of the log's records: experiences into the buffer with their first label, feedback, signals of the traffic."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.online.drift_detection import DriftMonitor
+from rl_core.online.experience import Experience, check_experience
+from rl_core.online.experience_buffer import ExperienceBuffer, KeptExperience
+from rl_core.online.experience_log import LogRecord
+from rl_core.online.labels import Label, PseudoLabelPrecision, prevailing, pseudo_label
+from rl_core.online.voting import plain_text
+from rl_core.settings import OnlineSettings
+from rl_core.storage.manifest import digest_bytes
+
+__all__ = ["RecordIntake", "record_digest"]
+
+logger = logging.getLogger(__name__)
+
+
+class RecordIntake:
+    """The worker's view of the traffic. What it holds follows from the records and their order alone."""
+
+    def __init__(
+        self,
+        settings: OnlineSettings,
+        vocab_size: int,
+        *,
+        on_alarm: Callable[[str, str], None],
+        on_order: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """on_alarm: called with the signal and a sentence. on_order: called with an order; may raise DataError."""
+        self.settings, self.vocab_size = settings, vocab_size
+        self._on_alarm, self._on_order = on_alarm, on_order
+        self.buffer = ExperienceBuffer(settings.buffer)
+        self.drift = DriftMonitor(settings.drift)
+        self.precision = PseudoLabelPrecision()
+        self.counts: Counter[str] = Counter()
+        self.records = 0  # answers and labels read so far
+        self.last_digest = ""
+
+    def take(self, record: LogRecord, place: object, version: int) -> None:
+        """Take one record in; one that cannot be used is counted and left out.
+
+        Args:
+            place: of the log, for the warning. version: the worker's newest update.
+        """
+        self.records += record.kind != "control"  # orders follow from updates, and must not cause any
+        self.last_digest = record_digest(record)
+        try:
+            if record.kind == "experience":
+                self._take_experience(record, version)
+            elif record.kind == "label":
+                self._take_label(*record.label())
+            else:
+                self._on_order(record.value)
+        except (DataError, TypeError, ValueError, KeyError, AttributeError) as error:  # of values of another type
+            self.counts["refused"] += 1
+            logger.warning("record %d of %s is left out: %s", record.number, place, error)
+
+    def observe(self, signal: str, value: float) -> None:
+        """Hand a signal to the drift monitor."""
+        alarm = self.drift.observe(signal, value)
+        if alarm is not None:
+            self._on_alarm(signal, f"drift: {alarm}")
+
+    def _take_experience(self, record: LogRecord, version: int) -> None:
+        experience = record.experience()
+        check_experience(experience, vocab_size=self.vocab_size, max_tokens=self.settings.buffer.max_tokens)
+        if experience.policy_version > version:
+            raise DataError(
+                f"policy_version: {experience.policy_version} comes from a later update than {version}, the last "
+                "one here; the log belongs to another worker"
+            )
+        self._observe_traffic(experience)
+        label = self._first_label(experience)
+        self.counts["experiences"] += self.buffer.add(
+            record.number, experience, label, version=version, digest=self.last_digest
+        )
+
+    def _observe_traffic(self, experience: Experience) -> None:
+        drift, turns = self.settings.drift, [t for r in experience.rollouts for t in r.trajectory.turns]
+        tokens = sum(sum(rollout.loss_mask) for rollout in experience.rollouts) / len(experience.rollouts)
+        self.observe("confidence", experience.vote.confidence)
+        self.observe("length", tokens / drift.max_length)
+        self.observe("refusals", sum(turn.is_error for turn in turns) / max(1, len(turns)))
+
+    def _first_label(self, experience: Experience) -> Label | None:
+        labels = self.settings.labels
+        found = self._consensus(experience) if labels.use_consensus else None
+        if found is not None:
+            self.counts["pseudo_labels"] += 1
+            return found
+        return Label("played", "environment") if labels.trust_environment else None
+
+    def _consensus(self, experience: Experience) -> Label | None:
+        labels = self.settings.labels
+        return pseudo_label(
+            experience.vote,
+            min_confidence=labels.min_confidence,
+            min_votes=labels.min_votes,
+            confidence=labels.confidence,
+        )
+
+    def _take_label(self, request_id: str, label: Label) -> None:
+        kept = self.buffer.find(request_id)
+        if kept is None:
+            self.counts["labels_without_experience"] += 1
+            return
+        self.counts["labels"] += 1
+        chosen = prevailing(kept.label, label)
+        if chosen is not label:
+            return
+        if label.source == "feedback":
+            self._judge(kept, label)
+        self.buffer.set_label(request_id, label)
+
+    def _judge(self, kept: KeptExperience, label: Label) -> None:
+        """Precision of the pseudo-label, and success of the answer that was given."""
+        consensus = self._consensus(kept.experience)
+        if consensus is not None:
+            self.precision.take_back(kept.agreed)
+            kept.agreed = self.precision.observe(consensus, label)
+        given = kept.experience.vote.answer
+        if label.kind == "answer" and label.text is not None:
+            self.observe("success", float(given is not None and plain_text(given) == plain_text(label.text)))
+        elif label.score is not None:
+            self.observe("success", max(0.0, label.score))
+
+    def metrics(self) -> dict[str, float]:
+        """Records, counts, and the numbers of the buffer, the alarms and the pseudo-labels."""
+        found = {"online/records": float(self.records)}
+        found |= {f"online/count/{name}": float(count) for name, count in sorted(self.counts.items())}
+        return found | self.buffer.metrics() | self.drift.metrics() | self.precision.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the experiences themselves, which are in the log."""
+        return {
+            "buffer": self.buffer.state_dict(),
+            "drift": self.drift.state_dict(),
+            "precision": [self.precision.agreed, self.precision.disagreed],
+            "counts": dict(self.counts),
+            "records": self.records,
+            "last_digest": self.last_digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], experiences: Mapping[int, Experience]) -> None:
+        """Inverse of `state_dict`. Args: experiences: of the buffer, by record number. Raises: DataError."""
+        self.drift.load_state_dict(state["drift"])
+        self.precision.agreed, self.precision.disagreed = (int(count) for count in state["precision"])
+        self.counts.clear()
+        self.counts.update(state["counts"])
+        self.records, self.last_digest = int(state["records"]), str(state["last_digest"])
+        self.buffer.load_state_dict(state["buffer"], experiences)
+
+
+def record_digest(record: LogRecord) -> str:
+    """Digest of a record, by which a checkpoint knows its log again."""
+    text = repr((record.number, record.kind, sorted(record.value.items(), key=lambda pair: pair[0])))
+    return digest_bytes(text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,28 @@
+"""Names of a service's files that others read, and readers that need no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["AUDIT", "CONTRIBUTION", "GATE", "METRICS", "read_gate", "read_object"]
+
+AUDIT = "update_audit.log"
+CONTRIBUTION = "update_contribution.jsonl"
+GATE = "gate.json"
+METRICS = "worker.json"  # numbers of the worker, for live views: written after every update, never synced
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none, or it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_gate(folder: Path) -> dict[str, Any]:
+    """The gate's file of a service; {} where there is none yet, or it cannot be read."""
+    return read_object(folder / GATE)

@@ -1,0 +1,54 @@
+"""Stage: a snapshot of a learning service as a model that can be compared, registered and promoted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.settings import LoraSettings, Settings, setting
+from tasks.stage_registry import OwnStage
+
+if TYPE_CHECKING:
+    from tasks.pipeline.stage import StageContext
+
+__all__ = ["STAGE", "OnlineSnapshotSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSnapshotSettings(Settings):
+    """The snapshot, and the model that its service began with."""
+
+    service: str = setting(doc="folder of the service")
+    snapshot: int = setting(ge=1, doc="version: online updates behind the weights")
+    weights_sha256: str = setting(doc="digest of the snapshot's weights")
+    base_sha256: str = setting(doc="digest of the model that the service began with")
+    lora: LoraSettings | None = setting(None, doc="adapters that the service trains; left out: all weights")
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    """Write the model with the snapshot's weights."""
+    import dataclasses
+
+    from rl_core.api.policy import load_policy
+    from rl_core.errors import DataError
+    from rl_core.models.trainable_weights import load_trainable_weights
+    from rl_core.online.assembly import SNAPSHOTS
+    from rl_core.online.weight_snapshots import WeightSnapshots, weights_digest
+    from rl_core.storage.manifest import digest_folder
+
+    own: OnlineSnapshotSettings = context.settings
+    service = Path(own.service)
+    if digest_folder(service / "model") != own.base_sha256:
+        raise DataError(f"{service / 'model'}: is another model than the service began with")
+    weights = WeightSnapshots(service / SNAPSHOTS).weights(own.snapshot)
+    if weights_digest(weights) != own.weights_sha256:
+        raise DataError(f"{service}: snapshot {own.snapshot} has other weights than were chosen")
+    kind = dataclasses.replace(context.pipeline.model, path=str(service / "model"), lora=own.lora)
+    policy = load_policy(kind)
+    load_trainable_weights(policy.model, weights)
+    policy.save(context.folder / "model")
+    return {"note": f"snapshot {own.snapshot} of {service.name}", "snapshot": own.snapshot}
+
+
+STAGE = OwnStage(_body, OnlineSnapshotSettings, takes=("model",), gives="policy", uses_gpu=False)

@@ -1,0 +1,153 @@
+"""Supervision of worker and gate: a death is noticed at once, a hang within seconds, a server that is gone as well."""
+
+import signal
+import socket
+import sys
+import time
+
+import pytest
+from helpers.waiting import wait_for
+
+from flows.online import heartbeat
+from flows.online.heartbeat import LifeSign
+from flows.online.supervised_process import HANG_SECONDS, Standby, SupervisedProcess
+
+BEAT_ONCE = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); time.sleep(600)"
+DIE = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); sys.exit(3)"
+
+
+@pytest.fixture
+def supervised(tmp_path, request):
+    """A function that makes a supervised process of some code, on a clock that stands in `now[0]`."""
+
+    def make(code):
+        now, told = [100.0], []
+        command = [sys.executable, "-S", "-c", code]
+        found = SupervisedProcess("worker", command, tmp_path / "log ü", clock=lambda: now[0], tell=told.append)
+        request.addfinalizer(found.stop)
+        return found, now, told
+
+    return make
+
+
+def step_until(process, condition, what):
+    def look():
+        process.step()
+        return condition()
+
+    wait_for(look, what)
+
+
+def test_a_hang_is_noticed_within_three_seconds_and_the_next_start_is_at_once(supervised):
+    process, now, told = supervised(BEAT_ONCE)
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    first = process.process.pid
+    now[0] += HANG_SECONDS - 0.1
+    process.step()
+    assert process.process.pid == first and not told
+    now[0] += 0.2
+    process.step()
+    assert HANG_SECONDS < 3 and told == [f"the worker gave no sign of life for {HANG_SECONDS:g} s and was killed"]
+    process.step()
+    assert process.process is not None and process.process.pid != first and process.restarts == 1
+
+
+def test_a_death_is_noticed_at_once_and_one_that_comes_again_waits_longer(supervised):
+    process, now, told = supervised(DIE)
+    waits = []
+    for _ in range(4):
+        step_until(process, lambda: process.process is None, "its end")
+        waits.append(process._retry_at - now[0])
+        now[0] = process._retry_at
+    assert waits == [0.0, 0.5, 1.0, 2.0] and told[0] == "the worker ended with exit code 3"
+    now[0] += 100  # one that lived long begins anew
+    process.step()
+    now[0] += 100
+    step_until(process, lambda: process.process is None, "its end")
+    assert process.failures == 1
+
+
+def test_what_cannot_be_started_is_tried_again(supervised):
+    process, now, told = supervised(DIE)
+    process._command = ["/no/such/program"]
+    process.step()
+    assert process.process is None and "cannot be started" in told[0] and process._retry_at == now[0]
+
+
+def test_stop_ends_the_whole_group(supervised):
+    process, _, told = supervised(BEAT_ONCE)
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    child = process.process
+    process.stop()
+    assert child.returncode == -signal.SIGTERM and process.process is None and not told
+
+
+@pytest.fixture
+def beating(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "IDLE_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    yield ours, theirs.detach()
+    ours.close()
+
+
+def beats(ours):
+    try:
+        return len(ours.recv(65536))
+    except BlockingIOError:
+        return 0
+
+
+def test_one_that_only_waits_has_to_say_so_and_work_has_its_own_time(beating):
+    ours, descriptor = beating
+    with LifeSign(descriptor, work_seconds=60.0) as heart:
+        heart.working()
+        wait_for(lambda: beats(ours) > 0, "a sign of life in the middle of work")
+        heart.waiting()
+        time.sleep(0.2)
+        beats(ours)
+        time.sleep(0.1)
+        assert beats(ours) == 0  # the main thread said nothing
+        heart.waiting()
+        wait_for(lambda: beats(ours) > 0, "a sign of life")
+
+
+def test_without_its_server_it_stops(beating, monkeypatch):
+    ours, descriptor = beating
+    sent = []
+    monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: sent.append(number))
+    with LifeSign(descriptor, work_seconds=60.0):
+        ours.close()
+        wait_for(lambda: sent, "the signal")
+    assert sent == [signal.SIGTERM]
+
+
+def test_one_that_nobody_supervises_beats_nowhere():
+    with LifeSign(None, 1.0) as heart:
+        heart.working(), heart.waiting()
+        assert not heart._thread.is_alive()
+
+
+SPARE = (
+    "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'r');"
+    "part = s.recv(64); print(part.decode(), flush=True); s.send(b'.') if part else None; time.sleep(600)"
+)
+
+
+def test_a_spare_takes_the_place_of_one_that_died(supervised, tmp_path, request):
+    process, _, _ = supervised(BEAT_ONCE)
+    process._standby = spare = Standby([sys.executable, "-S", "-c", SPARE], tmp_path / "standby.log")
+    request.addfinalizer(spare.stop)
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    spare.keep()
+    waiting = spare.process
+    spare.keep()
+    assert spare.process is waiting
+    process.process.kill()
+    step_until(process, lambda: process.process is None, "its end")
+    time.sleep(0.3)  # the spare has to be ready; else another process is started
+    process.step()
+    assert process.process is waiting and spare.process is None
+    step_until(process, lambda: process.is_up, "the spare's sign of life")
+    assert (tmp_path / "standby.log").read_text().startswith("worker")

@@ -1,0 +1,144 @@
+"""The gate at work: pairs, decisions, orders, restarts, damage."""
+
+import json
+import shutil
+
+import pytest
+from helpers.online_worker import settings
+from helpers.tiny import nano
+
+from rl_core.errors import CorruptError
+from rl_core.models.trainable_weights import trainable_weights
+from rl_core.online import canary_gate
+from rl_core.online.canary_gate import CanaryGate
+from rl_core.online.service_files import GATE, METRICS, read_gate
+from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.settings import OnlineGateSettings
+
+
+class Model:
+    """A policy whose success on every episode is written in its first weight."""
+
+    def __init__(self):
+        self.model = nano()
+
+    def backend(self):
+        return None
+
+    renderer = None
+
+
+class Place:
+    name, levels, heldout_share = "fake", ("easy",), 0.2
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Versions in the order in which they played; success 1 unless `failing` says otherwise."""
+    found = {"versions": [], "failing": set()}
+
+    def evaluate(environment, backend, renderer, requests, *, policy_version, **options):
+        found["versions"].append(policy_version)
+
+        class Episode:
+            def __init__(self, key):
+                self.key, self.success = key, 0.0 if policy_version in found["failing"] else 1.0
+
+        return type("Found", (), {"episodes": [Episode((r.level, r.seed)) for r in requests]})
+
+    def requests(environment, levels, count, seed, number):
+        return [type("R", (), {"level": "easy", "seed": 1000 * number + i}) for i in range(count)]
+
+    monkeypatch.setattr(canary_gate, "evaluate", evaluate)
+    monkeypatch.setattr(canary_gate, "canary_requests", requests)
+    return found
+
+
+def publish(snapshots, version):
+    weights = {name: tensor + version for name, tensor in trainable_weights(nano(), copy=True).items()}
+    snapshots.publish(version, weights)
+
+
+def holds(gate, version):
+    """The worker keeps the candidate that the gate has asked for, and the gate opens it."""
+    assert not gate.step() and gate.orders[-1]["order"] == {"order": "hold", "version": version}
+    assert not gate.step() and gate.gate.version is None  # it waits for the worker
+    (gate.folder / METRICS).write_text(json.dumps({"online/held_version": float(version)}))
+    return gate.step()
+
+
+def make_gate(folder, **options):
+    chosen = settings(gate=OnlineGateSettings(**{"episodes_per_look": 100, "margin": 0.1, "alpha": 0.05, **options}))
+    return CanaryGate(folder, chosen, Model(), Place(), WeightSnapshots(folder / "snapshots"))
+
+
+@pytest.fixture
+def snapshots(tmp_path):
+    found = WeightSnapshots(tmp_path / "snapshots")
+    for version in (0, 10):
+        publish(found, version)
+    found.point_to(0)
+    return found
+
+
+def test_an_equal_candidate_is_promoted_and_ordered(tmp_path, snapshots, played):
+    gate = make_gate(tmp_path)
+    assert holds(gate, 10)
+    while gate.gate.version is not None:
+        gate.step()
+    assert played["versions"][:2] == [10, 0]  # live and champion are one snapshot, and play once
+    assert gate.decisions[-1]["verdict"] == "promoted" and gate.decisions[-1]["episodes"] >= 60
+    assert gate.orders[-1] == {"number": 2, "order": {"order": "live", "version": 10}}
+    again = make_gate(tmp_path)
+    assert again.orders == gate.orders and not again.step()  # nothing newer to test
+    assert json.loads((tmp_path / GATE).read_text())["metrics"]["online/gate_promoted"] == 1.0
+
+
+def test_a_worse_candidate_is_rejected_and_the_error_stays_spent(tmp_path, snapshots, played):
+    played["failing"].add(10)
+    gate = make_gate(tmp_path)
+    holds(gate, 10)
+    while gate.gate.version is not None:
+        gate.step()
+    assert gate.decisions[-1]["verdict"] == "rejected" and gate.orders[-1]["order"]["order"] == "hold"
+    publish(snapshots, 20)
+    again = make_gate(tmp_path)  # a killed gate knows what it has spent
+    assert holds(again, 20) and again.gate.candidates == 2 and again.gate.level < gate.gate.settings.alpha / 5
+
+
+def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(tmp_path, snapshots, played):
+    gate = make_gate(tmp_path, episodes_per_look=5)
+    holds(gate, 10), gate.step()
+    publish(snapshots, 20)
+    snapshots.point_to(10)
+    assert not gate.step() and gate.decisions[-1]["verdict"] == "abandoned"
+    (tmp_path / METRICS).write_text('{"online/held_version": 20.0}')
+    assert gate.step() and gate.rival == 10
+    assert gate.gate.version == 20 and gate.gate.candidates == 2
+    played["versions"].clear()
+    gate.step()
+    assert played["versions"] == [20, 10, 0]
+
+
+def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up(tmp_path, snapshots, played):
+    (tmp_path / "snapshots" / "snapshot-00000010" / "weights.safetensors").write_bytes(b"torn")
+    gate = make_gate(tmp_path)
+    assert not holds(gate, 10) and gate.gate.candidates == 0 and gate.tested == 10
+    publish(snapshots, 15)
+    gate.step(), shutil.rmtree(snapshots.path(15))
+    assert not gate.step() and (gate.tested, gate.gate.candidates) == (15, 0)
+    publish(snapshots, 20)
+    holds(gate, 20)
+    snapshots.path(20).joinpath("weights.safetensors").write_bytes(b"torn")
+    gate.snapshots = WeightSnapshots(tmp_path / "snapshots", cached=0)
+    with pytest.raises(CorruptError):
+        gate.snapshots.weights(20)
+    gate.step()
+    assert gate.decisions[-1]["verdict"] == "abandoned" and gate.gate.version is None
+
+
+def test_a_torn_or_foreign_file_is_no_state(tmp_path):
+    (tmp_path / GATE).write_text("[1, 2")
+    assert read_gate(tmp_path) == {}
+    (tmp_path / GATE).write_text("[1, 2]")
+    assert read_gate(tmp_path) == {}
