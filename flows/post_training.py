@@ -25,6 +25,7 @@ from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
+from flows.runtime.time_left import TimeLeft, earlier_seconds
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
@@ -222,7 +223,8 @@ def run_pipeline(
     check_unfinished(stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift))
     token = _restart.set(restart)
     try:
-        with watched(quiet=quiet, started=started), passed_on(settings) as stored:
+        time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
+        with watched(quiet=quiet, started=started, time_left=time_left), passed_on(settings) as stored:
             result: PipelineResult = outlived.run(
                 lambda: post_training(stored, fresh, only, models, allow_drift=allow_drift)
             )
@@ -232,16 +234,16 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
+def watched(*, quiet: bool = False, started: str = "", time_left: TimeLeft | None = None) -> Iterator[None]:
     """Context in which a flow called directly runs in this process, with live progress.
 
-    started: start time of the run of its pipeline to resume.
+    started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
     """
-    with Display(quiet=quiet) as display:
+    with Display(quiet=quiet, time_left=time_left) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
             with prefect_defaults():
-                with display.waiting("Prefect's server starts"):
+                with display.waiting("starting"):
                     start_embedded_server()
                 with embedded_address():
                     yield

@@ -22,6 +22,7 @@ from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.time_left import TimeLeft
 from rl_core.errors import PosttrainError
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
@@ -208,7 +209,7 @@ def run_retraining(
     fresh: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
-    with watched(quiet=quiet), passed_on(settings) as stored:
+    with watched(quiet=quiet, time_left=TimeLeft(settings.stages.active)), passed_on(settings) as stored:
         run = outlived.run(lambda: retrain(stored, start, force, reason, allow_drift=allow_drift, fresh=fresh))
         result: RetrainResult = run  # type: ignore[assignment]
     return result

@@ -40,7 +40,7 @@ import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
-os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
 """
 
 

@@ -35,6 +35,7 @@ from flows.sweep.sweep_report import FILES, markdown, outcome_line, rows_of, tab
 from flows.sweep.trial import TrialJob
 from flows.sweep.winner import SweepChoice
 from rl_core.errors import Stopped, WorkerFailed
+from rl_core.importing import child_import_path
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.lifecycle.dead_runs import close_dead_runs
@@ -277,7 +278,7 @@ class _Sweep:
 
     def _environment(self, index: int) -> dict[str, str]:
         """Environment of a lane's worker: with several GPUs, one each."""
-        environment = dict(os.environ)
+        environment = {**os.environ, "PYTHONPATH": child_import_path()}
         if self.parallel > 1:
             import torch
 

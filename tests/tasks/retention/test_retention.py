@@ -276,11 +276,11 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
-    said = collect(output, uri, keep=1)
+    said = collect(output, uri, keep=1).text()
     assert "would free" in said and "nothing was changed" in said and f"{pipeline.name} version 2" in said
     assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before and dropped.is_dir()
     assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
-    done = collect(output, uri, keep=1, delete=True)
+    done = collect(output, uri, keep=1, delete=True).text()
     assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
     assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
