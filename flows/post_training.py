@@ -24,6 +24,7 @@ from flows.runtime.pipeline_result import PipelineResult
 from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
+from flows.runtime.stopped_state import name_stopped
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
 from flows.runtime.time_left import TimeLeft, earlier_seconds
 from rl_core.storage.faults import fault
@@ -77,6 +78,8 @@ def flow_run_url() -> str:
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
 )
 def post_training(
     settings: PipelineForm | str,

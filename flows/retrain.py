@@ -22,6 +22,7 @@ from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.stopped_state import name_stopped
 from flows.runtime.time_left import TimeLeft
 from rl_core.errors import PosttrainError
 from rl_core.storage.faults import fault
@@ -58,6 +59,8 @@ def _run_name() -> str:
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
 )
 def retrain(
     settings: PipelineForm | str,
