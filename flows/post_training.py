@@ -15,7 +15,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
@@ -33,7 +33,7 @@ from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished
-from tasks.pipeline.prefect_task import stage_task
+from tasks.pipeline.prefect_task import publish_result, stage_task
 from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.tracking.store import without_password
@@ -60,8 +60,8 @@ _restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", defau
 def _run_name() -> str:
     """Flow run name: the pipeline, and the stage if only one was requested."""
     parameters = flow_run.parameters
-    name, only = pipeline_name(parameters["settings"]), parameters.get("only")
-    return f"{name} · {only.replace('_', ' ')}" if only else name
+    only, overrides = parameters.get("only"), told_overrides(parameters.get("overrides"))
+    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), (only or "").replace("_", " "), overrides)))
 
 
 def flow_run_url() -> str:
@@ -174,7 +174,9 @@ def execute(
         fault("flow.staged")
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
-        pipeline_run.parent.set_description(describe(pipeline_run, rows))
+        description = describe(pipeline_run, rows)
+        pipeline_run.parent.set_description(description)
+        publish_result(pipeline_run, f"# {pipeline_run.parent.name}\n\n{description}", headline(rows))
         pipeline_run.parent.set_tag("result", headline(rows))
         fault("flow.described")
         picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")

@@ -17,7 +17,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
@@ -50,7 +50,8 @@ class RetrainResult:
 
 
 def _run_name() -> str:
-    return f"retrain {pipeline_name(flow_run.parameters['settings'])}"
+    name, overrides = pipeline_name(flow_run.parameters["settings"]), flow_run.parameters.get("overrides")
+    return " · ".join(filter(None, (f"retrain {name}", told_overrides(overrides))))
 
 
 @flow(

@@ -7,7 +7,7 @@ import dataclasses
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.parameters import PipelineForm, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute, run_pipeline
 from flows.runtime.pipeline_result import PipelineResult
 from flows.runtime.stopped_state import name_stopped
@@ -23,7 +23,8 @@ __all__ = ["analyze_models", "compare_models", "evaluate_model", "run_stage", "s
 def _run_name() -> str:
     parameters = flow_run.parameters
     done = parameters["stage"].replace("_", " ") if "stage" in parameters else "analysis"
-    return f"{pipeline_name(parameters['settings'])} · {done}"
+    overrides = told_overrides(parameters.get("overrides"))
+    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), done, overrides)))
 
 
 @flow(
