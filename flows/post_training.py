@@ -36,6 +36,7 @@ from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import publish_result, stage_task
 from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
+from tasks.tracking.served_pages import served_page
 from tasks.tracking.store import without_password
 
 __all__ = [
@@ -69,7 +70,9 @@ def flow_run_url() -> str:
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
-    return f"http://127.0.0.1:{PREFECT_PORT}/runs/flow-run/{flow_run.id}"
+    home = Path(os.environ.get("PREFECT_HOME", "prefect"))  # of the output folder, where `posttrain ui` looks, too
+    served = served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
+    return f"{served}/runs/flow-run/{flow_run.id}"
 
 
 @flow(

@@ -21,6 +21,7 @@ from rl_core.storage.faults import fault
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
 from tasks.stage_registry import policy_stages
 from tasks.tracking.database import ensure_database
+from tasks.tracking.served_pages import served_page
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -268,7 +269,8 @@ class Store:
 
     def ui_url(self, path: str) -> str:
         """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
-        base = f"http://127.0.0.1:{DEFAULT_PORT}" if self.is_local else self.label.rstrip("/")
+        served = served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
+        base = served if self.is_local else self.label.rstrip("/")
         return f"{base}/#/{path}"
 
     def run_url(self, run_id: str, experiment_id: str | None = None) -> str:
