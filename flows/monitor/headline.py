@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def _results(run: RunView) -> list[dict[str, str]]:
         items.append({"label": label.replace("_", " "), "value": percent(rate), "sub": change.replace("_", " ")})
     promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
     if items and promote is not None:
-        decision = "promoted" if " promoted" in promote.note else "not promoted"
+        decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
         items.append({"label": "champion", "value": decision, "sub": promote.note, "title": promote.note})
     return items
 
