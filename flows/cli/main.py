@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.cli import streams
+from flows.cli.help_overview import first_commands
 from flows.cli.online_commands import online
-from flows.cli.overview import first_commands
 from flows.cli.parser import build_parser
 from flows.cli.pipeline_commands import (
     convert,

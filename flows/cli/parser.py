@@ -14,8 +14,8 @@ from flows.cli import (
     serving_parsers,
     training_service_parsers,
 )
+from flows.cli.help_overview import ABOUT, ORDER, OverviewParser
 from flows.cli.hinting_parser import HintingParser
-from flows.cli.overview import ABOUT, ORDER, OverviewParser
 
 __all__ = ["build_parser"]
 

@@ -17,7 +17,7 @@ from helpers.adapters import fakes
 from flows.cli import arguments_to_settings
 from flows.cli import main as cli
 from flows.cli.fitting_table import fitting_table
-from flows.cli.overview import ORDER
+from flows.cli.help_overview import ORDER
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
 from rl_core.storage.single_files import refused

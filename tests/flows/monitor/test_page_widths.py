@@ -57,8 +57,8 @@ def test_nothing_is_cut_off(address, width, dark):
 def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
     with chromium.Chromium(f"{address}/?tab=curves") as page:
         page.wait("!!document.querySelector('.pt-panel[data-tab=curves] .pt-block')")
-        page.wait("location.search.includes('tab=curves')")
+        assert page.wait("location.search.includes('tab=curves')")
         page.run(
             "[...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == 'System').click()"
         )
-        page.wait("location.search.includes('tab=system')")
+        assert page.wait("location.search.includes('tab=system')")
