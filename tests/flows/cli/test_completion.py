@@ -10,7 +10,8 @@ from flows.cli.parser import build_parser
 
 # line before the cursor -> words that are among the offered ones, words that are not
 LINES = {
-    "posttrain ": ({"run", "validate", "--version"}, {"--fresh", "demo"}),
+    "posttrain ": ({"run", "validate"}, {"--fresh", "demo"}),
+    "posttrain --v": ({"--version"}, {"run"}),
     "posttrain ru": ({"run", "runs"}, {"resume"}),
     "posttrain run --f": ({"--fresh"}, {"--quiet"}),
     "posttrain run de": ({"demo"}, {"run"}),
