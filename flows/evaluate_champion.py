@@ -20,6 +20,7 @@ from prefect.states import Completed, State
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import execute
 from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.stopped_state import name_stopped
 from rl_core.analysis.statistics import Rate
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
@@ -57,6 +58,8 @@ def _run_name() -> str:
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
 )
 def evaluate_champion(settings: PipelineForm | str, overrides: list[str] | None = None) -> State[CheckResult]:
     """Evaluate the champion on held-out episodes and compare with its registered success rate.

@@ -19,7 +19,7 @@ from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.shipped import find_config, shipped
 
-__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings"]
+__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings", "told_overrides"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +94,14 @@ def _read(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *,
 def pipeline_name(settings: Mapping[str, Any] | str) -> str:
     """Pipeline name for the flow run's name, else the config file's."""
     return Path(settings).stem if isinstance(settings, str) else str(settings["name"])
+
+
+_PLACES = ("run.", "output", "tracking.", "threads")  # overrides that decide nothing of what is computed
+_TOLD = 3  # overrides in a name
+
+
+def told_overrides(overrides: Sequence[str] | None) -> str:
+    """Overrides in a flow run's name: `learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
+    told = [item for item in overrides or () if not item.startswith(_PLACES)]
+    parts = [f"{key.rpartition('.')[2]}={value[:24]}" for key, _, value in (item.partition("=") for item in told)]
+    return ", ".join(parts[:_TOLD]) + (f" and {len(parts) - _TOLD} more" if len(parts) > _TOLD else "")

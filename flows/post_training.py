@@ -15,7 +15,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
@@ -24,16 +24,19 @@ from flows.runtime.pipeline_result import PipelineResult
 from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
+from flows.runtime.stopped_state import name_stopped
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
+from flows.runtime.time_left import TimeLeft, earlier_seconds
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished
-from tasks.pipeline.prefect_task import stage_task
+from tasks.pipeline.prefect_task import publish_result, stage_task
 from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
+from tasks.tracking.served_pages import served_page
 from tasks.tracking.store import without_password
 
 __all__ = [
@@ -58,8 +61,8 @@ _restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", defau
 def _run_name() -> str:
     """Flow run name: the pipeline, and the stage if only one was requested."""
     parameters = flow_run.parameters
-    name, only = pipeline_name(parameters["settings"]), parameters.get("only")
-    return f"{name} · {only.replace('_', ' ')}" if only else name
+    only, overrides = parameters.get("only"), told_overrides(parameters.get("overrides"))
+    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), (only or "").replace("_", " "), overrides)))
 
 
 def flow_run_url() -> str:
@@ -67,7 +70,9 @@ def flow_run_url() -> str:
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
-    return f"http://127.0.0.1:{PREFECT_PORT}/runs/flow-run/{flow_run.id}"
+    home = Path(os.environ.get("PREFECT_HOME", "prefect"))  # of the output folder, where `posttrain ui` looks, too
+    served = served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
+    return f"{served}/runs/flow-run/{flow_run.id}"
 
 
 @flow(
@@ -76,6 +81,8 @@ def flow_run_url() -> str:
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
 )
 def post_training(
     settings: PipelineForm | str,
@@ -170,7 +177,9 @@ def execute(
         fault("flow.staged")
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
-        pipeline_run.parent.set_description(describe(pipeline_run, rows))
+        description = describe(pipeline_run, rows)
+        pipeline_run.parent.set_description(description)
+        publish_result(pipeline_run, f"# {pipeline_run.parent.name}\n\n{description}", headline(rows))
         pipeline_run.parent.set_tag("result", headline(rows))
         fault("flow.described")
         picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")
@@ -222,7 +231,8 @@ def run_pipeline(
     check_unfinished(stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift))
     token = _restart.set(restart)
     try:
-        with watched(quiet=quiet, started=started), passed_on(settings) as stored:
+        time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
+        with watched(quiet=quiet, started=started, time_left=time_left), passed_on(settings) as stored:
             result: PipelineResult = outlived.run(
                 lambda: post_training(stored, fresh, only, models, allow_drift=allow_drift)
             )
@@ -232,16 +242,16 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
+def watched(*, quiet: bool = False, started: str = "", time_left: TimeLeft | None = None) -> Iterator[None]:
     """Context in which a flow called directly runs in this process, with live progress.
 
-    started: start time of the run of its pipeline to resume.
+    started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
     """
-    with Display(quiet=quiet) as display:
+    with Display(quiet=quiet, time_left=time_left) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
             with prefect_defaults():
-                with display.waiting("Prefect's server starts"):
+                with display.waiting("starting"):
                     start_embedded_server()
                 with embedded_address():
                     yield

@@ -17,11 +17,13 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.stopped_state import name_stopped
+from flows.runtime.time_left import TimeLeft
 from rl_core.errors import PosttrainError
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
@@ -48,7 +50,8 @@ class RetrainResult:
 
 
 def _run_name() -> str:
-    return f"retrain {pipeline_name(flow_run.parameters['settings'])}"
+    name, overrides = pipeline_name(flow_run.parameters["settings"]), flow_run.parameters.get("overrides")
+    return " · ".join(filter(None, (f"retrain {name}", told_overrides(overrides))))
 
 
 @flow(
@@ -57,6 +60,8 @@ def _run_name() -> str:
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
 )
 def retrain(
     settings: PipelineForm | str,
@@ -208,7 +213,7 @@ def run_retraining(
     fresh: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
-    with watched(quiet=quiet), passed_on(settings) as stored:
+    with watched(quiet=quiet, time_left=TimeLeft(settings.stages.active)), passed_on(settings) as stored:
         run = outlived.run(lambda: retrain(stored, start, force, reason, allow_drift=allow_drift, fresh=fresh))
         result: RetrainResult = run  # type: ignore[assignment]
     return result

@@ -7,9 +7,10 @@ import dataclasses
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.parameters import PipelineForm, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute, run_pipeline
 from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.stopped_state import name_stopped
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
@@ -22,10 +23,18 @@ __all__ = ["analyze_models", "compare_models", "evaluate_model", "run_stage", "s
 def _run_name() -> str:
     parameters = flow_run.parameters
     done = parameters["stage"].replace("_", " ") if "stage" in parameters else "analysis"
-    return f"{pipeline_name(parameters['settings'])} · {done}"
+    overrides = told_overrides(parameters.get("overrides"))
+    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), done, overrides)))
 
 
-@flow(name="single-stage", flow_run_name=_run_name, validate_parameters=False, persist_result=False)
+@flow(
+    name="single-stage",
+    flow_run_name=_run_name,
+    validate_parameters=False,
+    persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
+)
 def single_stage(
     settings: PipelineForm | str,
     stage: StageName,
@@ -51,7 +60,14 @@ def single_stage(
     return execute(_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
 
 
-@flow(name="analyze", flow_run_name=_run_name, validate_parameters=False, persist_result=False)
+@flow(
+    name="analyze",
+    flow_run_name=_run_name,
+    validate_parameters=False,
+    persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
+)
 def compare_models(
     settings: PipelineForm | str, models: dict[str, str], overrides: list[str] | None = None
 ) -> PipelineResult:

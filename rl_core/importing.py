@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError, nearest
 
-__all__ = ["as_finite", "import_function", "import_named", "is_file"]
+__all__ = ["as_finite", "child_import_path", "import_function", "import_named", "is_file"]
 
 _SUFFIX = ".py"
 
@@ -66,6 +67,17 @@ def as_finite(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def child_import_path() -> str:
+    """PYTHONPATH with which a child process finds what this one does; the child is to be started with `python -P`.
+
+    An editable installation is found by a hook that comes after all folders. The checkout therefore comes first here:
+    a `tasks.py` of the user's in the current folder, which is on the path for their own code, would be taken for ours.
+    """
+    folders = [folder or os.getcwd() for folder in sys.path]
+    ours = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(folders if ours in folders else [ours, *folders])
 
 
 def _run_file(path: str) -> ModuleType:

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from rl_core.errors import DataError
 
 __all__ = ["MetricHistory"]
@@ -92,6 +90,8 @@ class MetricHistory:
         points = self.points(name, window)
         if not points:
             return None
+        import numpy as np  # a third of a second, which a check of a configuration need not spend
+
         steps, values = np.array(points, dtype=np.float64).T
         centered = steps - steps.mean()
         spread = float(centered @ centered)
@@ -102,7 +102,11 @@ class MetricHistory:
         if not 0 <= q <= 1:
             raise DataError(f"q: {q} must lie in [0, 1]")
         values = self.values(name, window)
-        return float(np.quantile(values, q)) if values else None
+        if not values:
+            return None
+        import numpy as np
+
+        return float(np.quantile(values, q))
 
     def clear(self, names: Iterable[str] | None = None) -> None:
         """Delete all metrics, or the given ones."""
@@ -112,6 +116,8 @@ class MetricHistory:
 
     def summary(self, window: int) -> dict[str, dict[str, Any]]:
         """Statistics of each metric's latest `window` values: last, mean, slope per step, p10, p50, p90, is_full."""
+        import numpy as np
+
         with self._lock:
             found = {}
             for name in self.names:

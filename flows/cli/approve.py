@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flows.runtime.approval_commands import answer_commands
 from rl_core.errors import DataError, SettingsError, nearest
@@ -13,7 +15,14 @@ from tasks.lifecycle.approval import APPROVED, REJECTED, ApprovalRequest, answer
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 
-__all__ = ["decide", "find", "show"]
+__all__ = ["decide", "find", "pending", "show"]
+
+
+def pending(output: Path, uri: str | None) -> list[dict[str, Any]]:
+    """Approvals that wait, for programs."""
+    tracking = Tracking(uri, output)
+    known = requests(tracking) if _has_store(tracking) else []
+    return [dataclasses.asdict(request) for request in known if request.is_waiting]
 
 
 def decide(

@@ -14,6 +14,7 @@ __all__ = [
     "add_command",
     "add_config",
     "add_config_or_output",
+    "add_json",
     "add_note",
     "add_output",
     "add_quiet",
@@ -83,6 +84,11 @@ def add_allow_drift(parser: argparse.ArgumentParser) -> None:
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """The option `--quiet`."""
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
+
+
+def add_json(parser: argparse.ArgumentParser, about: str = "for programs") -> None:
+    """The option `--json`."""
+    parser.add_argument("--json", action="store_true", help=about)
 
 
 def add_note(parser: argparse.ArgumentParser) -> None:

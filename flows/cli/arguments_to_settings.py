@@ -15,7 +15,17 @@ from rl_core.errors import SettingsError
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["connect_mlflow", "load", "optional", "prepare", "refuse_bad_rows", "refuse_closed", "warn"]
+__all__ = [
+    "begin",
+    "check_models",
+    "connect_mlflow",
+    "load",
+    "optional",
+    "prepare",
+    "refuse_bad_rows",
+    "refuse_closed",
+    "warn",
+]
 
 
 def load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSettings:
@@ -44,6 +54,27 @@ def prepare(settings: PipelineSettings) -> None:
 
     prepare_prefect(Path(settings.output))
     connect(Path(settings.output))
+
+
+def begin(settings: PipelineSettings, *, quiet: bool = False) -> None:
+    """Say at once what runs and where it can be watched; Prefect's server starts while the rest is imported.
+
+    After `prepare`, in commands that run the pipeline's flow.
+    """
+    from flows.cli.opening import opening
+    from flows.runtime.embedded_server import begin_embedded_server
+
+    if not quiet:
+        print(visible(opening(settings)), flush=True)
+    begin_embedded_server()
+
+
+def check_models(settings: PipelineSettings, *names: str | None) -> None:
+    """Refuse models of the command line that are not there, before any server starts; after `prepare`."""
+    from flows.cli.given_model import check_given_model
+
+    for name in filter(None, names):
+        check_given_model(name, Path(settings.output), settings.tracking.uri)
 
 
 def refuse_bad_rows(settings: PipelineSettings) -> None:

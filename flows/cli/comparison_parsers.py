@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,7 @@ def _add_runs(commands: Any) -> None:
     parser.add_argument(
         "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold settings, metrics, tags"
     )
+    _add_json(parser)
     parser.add_argument(
         "--where",
         action="append",
@@ -103,7 +105,12 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="name or id of a run, or a pipeline (its newest run)")
     add_config_or_output(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    _add_json(parser)
     parser.add_argument("--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
 PARSERS: dict[str, Callable[[Any], None]] = {"sweep": _add_sweep, "runs": _add_runs, "compare": _add_compare}

@@ -282,8 +282,12 @@ def _dead_runs(output: Path) -> Iterator[Finding]:
 
     dead = [run for run in dead_runs(output.absolute()) if not run.elsewhere]
     if dead:
-        names = ", ".join(run.name for run in dead if run.is_pipeline)
-        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed" + (f": {names}" if names else "")
+        wholes = [run.name for run in dead if run.is_pipeline]
+        num_stages = len(dead) - len(wholes)
+        parts = [f"{len(wholes)} {'was' if len(wholes) == 1 else 'were'} killed: {', '.join(wholes)}"] if wholes else []
+        if num_stages:
+            parts.append(f"{num_stages} of {'a stage' if num_stages == 1 else 'stages'} within")
+        detail = "; ".join(parts)
         yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and shows how to resume")
 
 

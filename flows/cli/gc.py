@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import DataError, FolderBusy, nearest
 from rl_core.storage.faults import fault
@@ -14,11 +16,50 @@ from tasks.retention.plan import RetentionPlan, make_plan
 from tasks.tracking import Tracking
 from tasks.tracking.removal import remove_from_store
 
-__all__ = ["collect"]
+__all__ = ["Collected", "collect"]
 
 
-def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False) -> str:
-    """Text of the retention plan; with `delete`, also executes it.
+@dataclass
+class Collected:
+    """Plans by pipeline, and what became of them."""
+
+    plans: dict[str, RetentionPlan] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # pipelines with a live run
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    is_done: bool = False  # else a dry run
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of everything planned."""
+        return sum(plan.bytes for plan in self.plans.values())
+
+    def text(self) -> str:
+        """For people."""
+        lines = []
+        for name, plan in self.plans.items():
+            lines += [*_said(name, plan), *(f"  {problem}" for problem in self.problems.get(name, []))]
+        lines += [f"{name}: skipped, a run is writing ({why})" for name, why in self.skipped.items()]
+        rest = "" if self.is_done else "; nothing was changed, --yes removes it"
+        return "\n".join([*lines, f"{'freed' if self.is_done else 'would free'} {_size(self.bytes)}{rest}"])
+
+    def record(self) -> dict[str, Any]:
+        """For programs."""
+        pipelines = {
+            name: {
+                "kept_runs": plan.kept_runs, "kept_folders": plan.kept_folders,
+                "kept_versions": list(plan.kept_versions),
+                "items": [{"bytes": item.bytes, "what": item.what, "label": item.label} for item in plan.items],
+                "problems": self.problems.get(name, []),
+            }
+            for name, plan in self.plans.items()
+        }  # fmt: skip
+        return {"removed": self.is_done, "bytes": self.bytes, "pipelines": pipelines, "skipped": self.skipped}
+
+
+def collect(
+    output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False
+) -> Collected:
+    """Retention plan of each pipeline; with `delete`, also executes it.
 
     Args:
         output: the output folder. uri: tracking store, as in a config.
@@ -34,20 +75,16 @@ def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str
         if name not in known:
             raise DataError(f"no pipeline '{name}' in {output}; {nearest(name, known)}")
     tracking = Tracking(uri, output)
-    lines, total = [], 0
+    found = Collected(is_done=delete)
     for name in pipelines or known:
         try:
             with FolderLock(output / name / ".lock"):  # held by running pipelines, which are skipped
-                plan = make_plan(tracking, output / name, keep)
-                lines += _said(name, plan)
-                total += plan.bytes
+                plan = found.plans[name] = make_plan(tracking, output / name, keep)
                 if delete:
-                    lines += _remove(tracking, plan)
+                    found.problems[name] = _remove(tracking, plan)
         except FolderBusy as error:
-            lines.append(f"{name}: skipped, a run is writing ({error})")
-    verb = "freed" if delete else "would free"
-    lines.append(f"{verb} {_size(total)}" + ("" if delete else "; nothing was changed, --yes removes it"))
-    return "\n".join(lines)
+            found.skipped[name] = str(error)
+    return found
 
 
 def _said(name: str, plan: RetentionPlan) -> list[str]:
@@ -69,7 +106,7 @@ def _remove(tracking: Tracking, plan: RetentionPlan) -> list[str]:
         else:
             path.unlink(missing_ok=True)
         fault("gc.path")
-    return [f"  {problem}" for problem in problems]
+    return list(problems)
 
 
 def _size(count: float) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.cli import streams
+from flows.cli.help_overview import first_commands
 from flows.cli.online_commands import online
 from flows.cli.parser import build_parser
 from flows.cli.pipeline_commands import (
@@ -38,7 +39,7 @@ from flows.cli.pipeline_commands import (
 )  # fmt: skip
 from flows.cli.review_commands import analyze, approve, compare, evaluate, gc, promote, replay, runs, sync
 from flows.cli.serve_command import serve
-from flows.cli.service_commands import doctor, down, monitor, status, ui, up
+from flows.cli.service_commands import completion, doctor, down, monitor, status, ui, up
 from flows.cli.training_service import service
 from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     streams.make_usable()
     arguments = build_parser().parse_args(argv)
+    if arguments.command is None:
+        print(first_commands())
+        return 0
     unwind_on_sigterm()
     find_own_code()
     try:
@@ -166,9 +170,9 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 
 _ALL = (
-    init, convert, data, run, sweep, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve,
-    resume, up, down, status, serve, service, online, ui, monitor, runs, compare, replay, verify_resume, sync, gc,
-    doctor,
+    init, convert, data, validate, run, stage, resume, sweep, retrain, online, runs, why, compare, monitor, ui, profile,
+    evaluate, analyze, replay, promote, approve, serve, service, up, down, status, sync, gc, doctor, verify_resume,
+    completion,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
+    loading.begin(settings, quiet=arguments.quiet)
     from flows.post_training import run_pipeline
 
     result = run_pipeline(
@@ -127,6 +128,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
+    loading.begin(settings, quiet=arguments.quiet)
     from flows.retrain import run_retraining
 
     result = run_retraining(
@@ -217,6 +219,8 @@ def stage(arguments: argparse.Namespace) -> int:
         )
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
+    loading.check_models(settings, arguments.model)
+    loading.begin(settings, quiet=arguments.quiet)
     from flows.single_stage import run_stage
 
     result = run_stage(
@@ -249,9 +253,10 @@ def resume(arguments: argparse.Namespace) -> int:
     record = find(output, arguments.run)
     settings = settings_of(record, output)
     loading.prepare(settings)
+    print(f"going on with '{record.name}', which is {record.status}", flush=True)
+    loading.begin(settings, quiet=arguments.quiet)
     from flows.post_training import run_pipeline
 
-    print(f"going on with '{record.name}', which is {record.status}")
     result = run_pipeline(
         settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,
         allow_drift=arguments.allow_drift, restart=arguments.fresh,

@@ -20,7 +20,7 @@ from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS
 from tasks.stages.evaluate import trajectories_path
 from tasks.stages.loading import make_environment
 
-__all__ = ["kept_table", "recorded_settings", "replay"]
+__all__ = ["kept_episodes", "kept_table", "recorded_settings", "replay"]
 
 
 def replay(settings: PipelineSettings, name: str, *, trace: bool = False) -> tuple[str, bool]:
@@ -31,7 +31,7 @@ def replay(settings: PipelineSettings, name: str, *, trace: bool = False) -> tup
     Raises: DataError for an episode that was not kept.
     """
     wanted = EpisodeName.parse(name)
-    home = Path(settings.output).resolve() / settings.name
+    home = _home(settings)
     found = list(_find(home, wanted))
     if not found:
         raise DataError(
@@ -53,13 +53,22 @@ def replay(settings: PipelineSettings, name: str, *, trace: bool = False) -> tup
 
 def kept_table(settings: PipelineSettings) -> str:
     """The failed episodes that are kept, newest stage folder first, one line each."""
-    home = Path(settings.output).resolve() / settings.name
-    lines = []
-    for stage in sorted((home / "stages").glob("*/")):
-        for folder in _newest(stage):
-            for name, episode in read_failed_episodes(folder / FAILED_EPISODES):
-                lines.append(f"{name}  {episode.what.splitlines()[0][:160]}")
-    return "\n".join(lines) or f"no failed episodes are kept in {home}"
+    lines = [f"{found['episode']}  {found['what'].splitlines()[0][:160]}" for found in kept_episodes(settings)]
+    return "\n".join(lines) or f"no failed episodes are kept in {_home(settings)}"
+
+
+def kept_episodes(settings: PipelineSettings) -> list[dict[str, str]]:
+    """The same for programs: {episode, what}."""
+    return [
+        {"episode": str(name), "what": episode.what}
+        for stage in sorted((_home(settings) / "stages").glob("*/"))
+        for folder in _newest(stage)
+        for name, episode in read_failed_episodes(folder / FAILED_EPISODES)
+    ]
+
+
+def _home(settings: PipelineSettings) -> Path:
+    return Path(settings.output).resolve() / settings.name
 
 
 def recorded_settings(output: Path) -> PipelineSettings:

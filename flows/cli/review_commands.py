@@ -31,6 +31,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate one model on a configuration's held-out episodes."""
     settings = loading.load(arguments)
     loading.prepare(settings)
+    loading.check_models(settings, arguments.model)
+    loading.begin(settings, quiet=arguments.quiet)
     from flows.single_stage import evaluate_model
 
     result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
@@ -62,6 +64,8 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     loading.prepare(settings)
+    loading.check_models(settings, *models.values())
+    loading.begin(settings, quiet=quiet)
     from flows.single_stage import analyze_models
     from rl_core.storage.single_files import copy_tree
 
@@ -89,6 +93,13 @@ def approve(arguments: argparse.Namespace) -> int:
     from flows.cli.approve import decide
 
     output, uri = _store(arguments, settings)
+    if arguments.json:
+        if arguments.run is not None:
+            raise SettingsError("--json lists pending approvals; leave RUN out")
+        from flows.cli.approve import pending
+
+        print(json.dumps(pending(output, uri), indent=1))
+        return 0
     where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
     print(decide(output, uri, arguments.run, **answer, where=where))
@@ -98,10 +109,15 @@ def approve(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     """Play a recorded episode again, or list the failed ones."""
     settings = loading.optional(arguments, import_code=True)
-    from flows.cli.replay import kept_table, recorded_settings
+    from flows.cli.replay import kept_episodes, kept_table, recorded_settings
     from flows.cli.replay import replay as play_again
 
     settings = settings or recorded_settings(Path(arguments.output))
+    if arguments.json:
+        if arguments.episode is not None:
+            raise SettingsError("--json lists the episodes that are kept; leave EPISODE out")
+        print(json.dumps(kept_episodes(settings), indent=1))
+        return 0
     if arguments.episode is None:
         print(kept_table(settings))
         return 0
@@ -113,6 +129,7 @@ def replay(arguments: argparse.Namespace) -> int:
 def runs(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = loading.optional(arguments)
+    from flows.cli.fitting_table import fitting_table
     from tasks.tracking import list_runs, run_records
 
     output, uri = _store(arguments, settings)
@@ -124,7 +141,7 @@ def runs(arguments: argparse.Namespace) -> int:
         output, uri=uri, limit=arguments.limit, where=arguments.where, settings=not arguments.no_settings
     )  # fmt: skip
     none = "no run fits" if arguments.where else f"no runs in {output.absolute()}; start one: posttrain run demo"
-    print(_table(rows) if rows else none)
+    print(fitting_table(rows) if rows else none)
     return 0
 
 
@@ -152,15 +169,6 @@ def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
     return text if records else ""
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows with equal keys as an aligned text table."""
-    head = list(rows[0])
-    cells = [head, *([visible(str(row.get(name, ""))) for name in head] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join(lines)
-
-
 def sync(arguments: argparse.Namespace) -> int:
     """Deliver what still waits for the tracking store."""
     settings = loading.optional(arguments)
@@ -177,5 +185,6 @@ def gc(arguments: argparse.Namespace) -> int:
     from flows.cli.gc import collect
 
     output, uri = _store(arguments, settings)
-    print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
+    found = collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes)
+    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
     return 0

@@ -9,6 +9,7 @@ from flows.cli.arguments import (
     add_command,
     add_config,
     add_config_or_output,
+    add_json,
     add_note,
     add_quiet,
     positive,
@@ -71,6 +72,7 @@ def _add_approve(commands: Any) -> None:
     decision.add_argument("--no", dest="approve", action="store_false", help="reject", default=None)
     add_note(parser)
     parser.add_argument("--by", default="", help="reviewer (default: this user and machine)")
+    add_json(parser, "without RUN: pending ones, for programs")
     add_config_or_output(parser)
 
 
@@ -88,6 +90,7 @@ def _add_replay(commands: Any) -> None:
         nargs="?",
         help="STAGE/ITERATION/LEVEL/SEED/SAMPLE, or evaluate/MODEL/LEVEL/SEED/SAMPLE",
     )
+    add_json(parser, "without EPISODE: the list for programs")
     add_config_or_output(parser)
 
 
@@ -109,6 +112,7 @@ def _add_gc(commands: Any) -> None:
         "--pipeline", metavar="NAME", action="append", default=[], help="only this pipeline; may be repeated"
     )
     parser.add_argument("--yes", action="store_true", help="actually remove")
+    add_json(parser)
     add_config_or_output(parser)
 
 

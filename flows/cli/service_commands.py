@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ from rl_core.errors import PosttrainError, SettingsError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["doctor", "down", "monitor", "status", "ui", "up"]
+__all__ = ["completion", "doctor", "down", "monitor", "status", "ui", "up"]
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -144,5 +146,14 @@ def doctor(arguments: argparse.Namespace) -> int:
         print(explanation.text)
         return 1 if explanation.is_refused else 0
     findings = examine(output, uri)
-    print(report(findings))
+    print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1) if arguments.json else report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print a completion script."""
+    from flows.cli.completion import script
+    from flows.cli.parser import build_parser
+
+    print(script(arguments.shell, build_parser()), end="")
+    return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flows.cli.arguments import add_command, add_config_or_output, add_output, port, positive
+from flows.cli.arguments import add_command, add_config_or_output, add_json, add_output, port, positive
+from flows.cli.completion import SHELLS
 
 __all__ = ["PARSERS"]
 
@@ -49,7 +50,10 @@ def _add_up(commands: Any) -> None:
     )
     parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(
-        "--gpu-slots", type=positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
+        "--gpu-slots",
+        type=positive,
+        metavar="N",
+        help="limit 'gpu': concurrent stages on GPUs (default: one per GPU; no limit without one)",
     )
 
 
@@ -62,7 +66,7 @@ def _add_status(commands: Any) -> None:
     about = "state of the servers of `posttrain up`; exits with 1 unless all are up"
     parser = add_command(commands, "status", about, ["status", "status --json"])
     add_output(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    add_json(parser)
 
 
 def _add_ui(commands: Any) -> None:
@@ -101,6 +105,7 @@ def _add_doctor(commands: Any) -> None:
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = add_command(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
+    add_json(parser)
     parser.add_argument("--faults", action="store_true", help="list the points at which POSTTRAIN_FAULT breaks a run")
     parser.add_argument(
         "--model",
@@ -111,6 +116,17 @@ def _add_doctor(commands: Any) -> None:
     add_config_or_output(parser)
 
 
+def _add_completion(commands: Any) -> None:
+    examples = [
+        "completion bash    (> ~/.local/share/bash-completion/completions/posttrain)",
+        "completion zsh    (>> ~/.zshrc)",
+        "completion fish    (> ~/.config/fish/completions/posttrain.fish)",
+    ]
+    about = "print a script that completes commands and options in your shell"
+    parser = add_command(commands, "completion", about, examples)
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
 PARSERS: dict[str, Callable[[Any], None]] = {
     "up": _add_up,
     "down": _add_down,
@@ -118,4 +134,5 @@ PARSERS: dict[str, Callable[[Any], None]] = {
     "ui": _add_ui,
     "monitor": _add_monitor,
     "doctor": _add_doctor,
+    "completion": _add_completion,
 }

@@ -6,6 +6,7 @@ Everything is imported at its call, so that `posttrain --help` starts at once.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -46,7 +47,14 @@ def _when(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], nothing: str) -> None:
+def _table(
+    arguments: argparse.Namespace, titles: Sequence[str], rows: Sequence[Sequence[object]], nothing: str
+) -> None:
+    """Rows as a table, or with `--json` as objects with the titles as keys."""
+    if arguments.json:
+        keys = [title.lower().replace(" ", "_") for title in titles]
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        return
     if not rows:
         print(nothing)
         return
@@ -79,8 +87,8 @@ def _key(store: ServiceStore, arguments: argparse.Namespace) -> int:
              "revoked" if key.revoked else "")
             for key in listed
         ]  # fmt: skip
-        titles = ("ID", "NAME", "PER MINUTE", "QUEUE", "CREATED", "USED", "")
-        _table(titles, rows, "no keys; make one: posttrain service key create NAME")
+        titles = ("ID", "NAME", "PER MINUTE", "QUEUE", "CREATED", "USED", "STATE")
+        _table(arguments, titles, rows, "no keys; make one: posttrain service key create NAME")
     return 0
 
 
@@ -91,7 +99,7 @@ def _runs(store: ServiceStore, arguments: argparse.Namespace) -> int:
          _when(run.touched))
         for run in store.runs(None, arguments.number).items
     ]  # fmt: skip
-    _table(("RUN", "KEY", "BASE MODEL", "STATE", "UPDATES", "LAST REQUEST"), rows, "no training runs")
+    _table(arguments, ("RUN", "KEY", "BASE MODEL", "STATE", "UPDATES", "LAST REQUEST"), rows, "no training runs")
     return 0
 
 
@@ -107,8 +115,8 @@ def _queue(store: ServiceStore, arguments: argparse.Namespace) -> int:
          seconds(found.served_seconds, "0.99"))
         for kind, found in kind_stats(store.depths(), store.timings()).items()
     ]  # fmt: skip
-    titles = ("KIND", "WAITING", "RUNNING", "WAIT P50 S", "P99", "SERVICE P50 S", "P99")
-    _table(titles, rows, "no requests")
+    titles = ("KIND", "WAITING", "RUNNING", "WAIT P50 S", "WAIT P99 S", "SERVICE P50 S", "SERVICE P99 S")
+    _table(arguments, titles, rows, "no requests")
     return 0
 
 
@@ -132,7 +140,7 @@ def _audit(store: ServiceStore, arguments: argparse.Namespace) -> int:
         (_when(entry.time), names.get(entry.owner, entry.owner), entry.action, entry.subject, entry.detail)
         for entry in store.audit(None, arguments.number).items
     ]
-    _table(("TIME", "KEY", "ACTION", "SUBJECT", ""), rows, "nothing was done yet")
+    _table(arguments, ("TIME", "KEY", "ACTION", "SUBJECT", "DETAIL"), rows, "nothing was done yet")
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from flows.cli.arguments import add_command, positive
+from flows.cli.arguments import add_command, add_json, positive
 
 __all__ = ["PARSERS"]
 
@@ -33,14 +33,15 @@ def _add_service(commands: Any) -> None:
     create.add_argument("name", metavar="NAME", help="name of its user")
     create.add_argument("--limit", type=positive, metavar="N", help="requests per minute (default: no limit)")
     create.add_argument("--queue", type=positive, metavar="N", help="requests that wait or run (default: no limit)")
-    actions.add_parser("list", help="all keys, without secrets")
+    add_json(actions.add_parser("list", help="all keys, without secrets"))
     revoke = actions.add_parser("revoke", help="make a key useless within seconds")
     revoke.add_argument("name", metavar="NAME", help="name or id of the key")
     for action in (create, actions.choices["list"], revoke):
         _add_config(action)
     runs = _part(parts, "runs", "training runs, the newest first")
     runs.add_argument("--number", "-n", type=positive, default=20, metavar="N", help="at most (default: 20)")
-    _part(parts, "queue", "open requests by kind, and waiting and service times")
+    add_json(runs)
+    add_json(_part(parts, "queue", "open requests by kind, and waiting and service times"))
     cancel = _part(parts, "cancel", "cancel a request that waits, or all that wait of a run")
     cancel.add_argument("name", metavar="REQUEST|RUN", help="id of a request (r-...) or of a training run")
     promote = _part(parts, "promote", "make the version of a saved path the champion of its registered model")
@@ -52,6 +53,7 @@ def _add_service(commands: Any) -> None:
     logs.add_argument("--number", "-n", type=positive, default=20, metavar="N", help="lines (default: 20)")
     audit = _part(parts, "audit", "who did what, the newest first")
     audit.add_argument("--number", "-n", type=positive, default=20, metavar="N", help="at most (default: 20)")
+    add_json(audit)
 
 
 def _part(parts: Any, name: str, about: str) -> argparse.ArgumentParser:

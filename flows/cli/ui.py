@@ -25,6 +25,7 @@ from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.single_files import make_folder, open_log
 from tasks.tracking import Tracking, offline_environment
+from tasks.tracking.served_pages import note_page
 
 __all__ = ["PageServer", "PageServers", "serve"]
 
@@ -40,7 +41,7 @@ import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
-os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
 """
 
 
@@ -288,6 +289,8 @@ def serve(
         pages = PageServers(output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port)
         with pages as running:
             for service in running.services:
+                if service.process is not None:
+                    note_page(output, "mlflow" if service.name == "MLflow" else "prefect", service.url)
                 print(f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True)
             print("Ctrl-C stops both", flush=True)
             running.watch()

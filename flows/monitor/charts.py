@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flows.monitor.metric_names import label_of
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series, moving_average, thin
 
@@ -119,6 +120,10 @@ def chart(
     """
     axis = "minutes since the run began" if drawn.by_time else x
     found: dict[str, Any] = {"id": identity, "title": title, "unit": unit, "x": axis, "lines": list(lines)}
+    if (label := label_of(title)) != title:
+        found["label"] = label
+    if unit == "share":  # drawn as percent
+        found |= {"unit": "", "percent": True}
     if span is not None:
         found["range"] = list(span)
     if names:

@@ -37,7 +37,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             js_on_load="posttrain.show(props.value); watch('value', () => posttrain.show(props.value));",
         )  # fmt: skip
         tab, seen, offered = gr.State("overview"), gr.State(""), gr.State("")
-        with gr.Row(equal_height=True):
+        with gr.Row(equal_height=True, elem_id="pt-controls"):
             runs = gr.Dropdown(_run_choices(reader), value=run, label="Run", scale=3, min_width=260)
             compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220)
             stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150)
@@ -75,7 +75,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
             choice = _choice(*values)
             changed, fingerprint = _offers(reader, choice, known)
-            found = view(reader, choice, current)
+            found = view(reader, choice, current) | {"run": choice.run}
             version = f"{found['version']} {choice.run}"
             if version == shown:
                 del found["blocks"]
@@ -88,7 +88,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             return show(current, "", known, *values)
 
         outputs = [header, seen, offered, *lists]
-        page.load(ask, [tab, offered, *settings], outputs, **_ASKED)
+        page.load(_asked_run(reader, run), None, runs, **_QUIET).then(ask, [tab, offered, *settings], outputs, **_ASKED)
         timer.tick(show, [tab, seen, offered, *settings], outputs, **_TICK)
         for name, item in opened.items():
             item.select(_opens(name, ask), [offered, *settings], [tab, *outputs], **_ASKED)
@@ -97,6 +97,17 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         pause.input(lambda seconds: gr.Timer(seconds or 3600.0, active=seconds > 0), pause, timer, **_QUIET)
     _calm(page)
     return page
+
+
+def _asked_run(reader: Reader, default: str) -> Any:
+    """Event handler that chooses the run which the page's address names."""
+
+    def asked(request: gr.Request) -> Any:
+        name = str(dict(request.query_params).get("run", ""))
+        known = [identity for _, identity in _run_choices(reader)]
+        return gr.Dropdown(choices=_run_choices(reader), value=name if name in known else default)
+
+    return asked
 
 
 def _calm(page: gr.Blocks) -> None:

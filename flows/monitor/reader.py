@@ -16,6 +16,7 @@ from flows.monitor.series import SeriesTable
 from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
 from rl_core.errors import SettingsError, nearest
+from tasks.run_status import run_status
 
 __all__ = ["Reader"]
 
@@ -186,7 +187,7 @@ class Reader:
         being_written = finished.with_name(f"{finished.name}.open")
         folder = finished if finished.is_dir() else being_written if being_written.is_dir() else None
         summary = read_json(finished / "summary.json") if folder == finished else {}
-        status = events.status or ("running" if run.status in ("running", "silent") else "dead")
+        status = events.status or ("running" if run.status in ("running", "silent") else "killed")
         done, total, message = journal.progress
         table = journal.table
         stage = StageView(
@@ -233,7 +234,7 @@ class Reader:
         return view
 
     def _stored_stage(self, stored: MlflowRunRow, label: str) -> StageView:
-        status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(stored.status, "dead")
+        status = _stored_status(stored)
         return StageView(
             label=label,
             status=status,
@@ -260,8 +261,13 @@ class Reader:
         return table
 
 
+def _stored_status(run: MlflowRunRow) -> str:
+    """Status of a run without files; one that has no end cannot be alive any more."""
+    return "killed" if run.status == "RUNNING" else run_status(run.status, run.tags)
+
+
 def _stored_head(run: MlflowRunRow) -> RunView:
-    status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(run.status, "dead")
+    status = _stored_status(run)
     pipeline = run.tags.get("pipeline") or run.experiment
     return RunView(
         id=f"mlflow:{run.run_id}",
@@ -306,7 +312,8 @@ def _planned(view: RunView, params: dict[str, str]) -> list[str]:
     """Stages of the settings, in order."""
     stages = view.config.get("stages")
     if isinstance(stages, dict):
-        return [name for name, value in stages.items() if value is not None]
+        planned = [name for name, value in stages.items() if value is not None and name != "own"]
+        return [*planned, *(stages.get("own") or {})]  # those of the user's have names of their own
     names = [name.split(".")[1] for name, value in params.items() if name.startswith("stages.") and value != "null"]
     return list(dict.fromkeys(names))
 

@@ -19,12 +19,12 @@ import psutil
 
 from flows.monitor.series import SeriesTable
 from flows.monitor.tail import Tail, read_json
+from tasks.run_status import OF_AN_EARLIER_STOP, run_status
 
 __all__ = ["EventLog", "RunJournal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
 
 FRESH_SECONDS = 30.0  # a journal modified this recently belongs to a live run
 LONG_SECONDS = 600.0  # silence that is suspicious, as machine load is recorded every few seconds by default
-_ENDED = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
 class EventLog:
@@ -67,8 +67,10 @@ class EventLog:
             self.started, self.status = when, ""
         elif op == "resume":
             self.status, self.ended = "", 0.0
+            for name in OF_AN_EARLIER_STOP:
+                self.tags.pop(name, None)
         elif op == "end":
-            self.status, self.ended = _ENDED.get(row["status"], "failed"), when
+            self.status, self.ended = run_status(row["status"], self.tags), when
         elif op == "params":
             self.params |= row["params"]
         elif op == "tags":
@@ -120,7 +122,7 @@ class StageView:
     """One stage of one run, as of the last refresh."""
 
     label: str  # as in the pipeline: sft, reward_model, policy
-    status: str  # waiting, running, finished, failed, stopped, dead, cached
+    status: str  # waiting, running, finished, failed, stopped, killed, cached
     journal: RunJournal | None = None
     folder: Path | None = None  # its output folder; None = none yet
     started: float = 0.0
@@ -142,7 +144,7 @@ class RunView:
     id: str
     pipeline: str
     started_text: str
-    status: str  # running, silent, finished, failed, stopped, dead
+    status: str  # running, silent, finished, failed, stopped, killed
     why: str = ""  # explanation of the status, if needed
     started: float = 0.0
     ended: float = 0.0
@@ -163,7 +165,7 @@ class RunView:
     @property
     def is_over(self) -> bool:
         """True if the run has ended."""
-        return self.status in ("finished", "failed", "stopped", "dead")
+        return self.status in ("finished", "failed", "stopped", "killed")
 
     def stage(self, label: str) -> StageView | None:
         """Stage by name; "" = the training one, else the last that trained."""
@@ -211,7 +213,7 @@ def judge(events: EventLog, record: Mapping[str, Any], written: float, modified:
     if not record and silence < FRESH_SECONDS:
         return "running", ""  # it has just begun: run.json comes a moment after the journal
     who = f"Process {pid} is gone" if pid else "Its process is gone"
-    return "dead", f"{who}; it was killed. The same command resumes from the last checkpoint."
+    return "killed", f"{who}; it was killed. The same command resumes from the last checkpoint."
 
 
 def seconds_left(stage: StageView, now: float) -> float | None:

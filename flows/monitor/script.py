@@ -33,6 +33,7 @@ const number = v => {
   if (a >= 1000) return Math.round(v).toLocaleString('en-US');
   return String(parseFloat(v.toPrecision(4)));
 };
+const value = (spec, v) => spec.percent && v !== null && isFinite(v) ? parseFloat((100 * v).toPrecision(3)) + ' %' : number(v);
 const short = v => { const a = Math.abs(v);
   if (a >= 1e9) return parseFloat((v / 1e9).toPrecision(4)) + 'G';
   if (a >= 1e6) return parseFloat((v / 1e6).toPrecision(4)) + 'M';
@@ -80,12 +81,12 @@ const shown = (spec, line) => !(hidden[spec.id] || new Set()).has(line.name);
 const drawChart = (e, spec) => {
   const [title, legend, plot] = e.children, root = plot.firstChild;
   if (!title.firstChild) title.append(html('b'), html('span'), html('a', 'pt-reset', 'reset zoom'));
-  set(title.children[0], spec.title); set(title.children[1], spec.unit || '');
+  set(title.children[0], spec.label || spec.title); title.children[0].title = spec.title; set(title.children[1], spec.unit || '');
   title.children[2].style.display = zoom[spec.id] ? '' : 'none';
   title.children[2].onclick = () => { delete zoom[spec.id]; drawChart(e, spec); };
   keyed(legend, spec.lines.map(l => ({...l, id: l.name})), () => { const i = html('span', 'pt-key'); i.append(html('i'), html('span'), html('b')); return i; }, (i, l) => {
     i.firstChild.style.cssText = `border-top:3px ${l.dash ? 'dashed' : 'solid'} var(--c${l.colour})`;
-    set(i.children[1], l.name); set(i.children[2], spec.names ? '' : number(l.last));
+    set(i.children[1], l.name); set(i.children[2], spec.names ? '' : value(spec, l.last));
     i.classList.toggle('off', !shown(spec, l));
     i.title = 'click to hide or show';
     i.onclick = () => { const s = hidden[spec.id] = hidden[spec.id] || new Set(); s.has(l.name) ? s.delete(l.name) : s.add(l.name); drawChart(e, spec); };
@@ -112,7 +113,7 @@ const drawChart = (e, spec) => {
   const ys = spec.names ? spec.names.map((_, i) => i) : ticks(y0, y1, 5);
   for (const v of ys) if (v >= y0 - 1e-9 && v <= y1 + 1e-9) {
     parts.push(svg('line', {x1: L, x2: width - R, y1: Y(v), y2: Y(v), class: 'pt-grid'}));
-    parts.push(svg('text', {x: L - 6, y: Y(v) + 4, 'text-anchor': 'end'}, spec.names ? clipped(spec.names[v], 8) : short(v)));
+    parts.push(svg('text', {x: L - 6, y: Y(v) + 4, 'text-anchor': 'end'}, spec.names ? clipped(spec.names[v], 8) : spec.percent ? short(v * 100) + ' %' : short(v)));
   }
   for (const v of ticks(x0, x1, Math.max(2, width / 75), !spec.x.startsWith('minutes'))) parts.push(svg('text', {x: X(v), y: H - B + 15, 'text-anchor': 'middle'}, short(v)));
   parts.push(svg('text', {x: (L + width - R) / 2, y: H - 4, 'text-anchor': 'middle', class: 'pt-axis'}, spec.x));
@@ -148,7 +149,7 @@ const hover = (e, tip, x, from) => {
     const i = Math.abs(xs[lo] - x) < Math.abs(xs[hi] - x) || d.spec.step && xs[hi] > x ? lo : hi;
     if (at === null) at = xs[i];
     layer.append(svg('circle', {cx: d.X(xs[i]), cy: d.Y(ys[i]), r: 3.2, fill: `var(--c${l.colour})`}));
-    rows.push([l, d.spec.names ? d.spec.names[ys[i]] : number(ys[i])]);
+    rows.push([l, d.spec.names ? d.spec.names[ys[i]] : value(d.spec, ys[i])]);
   }
   if (!rows.length) { tip.style.display = 'none'; return; }
   layer.append(svg('line', {x1: d.X(at), x2: d.X(at), y1: T, y2: H - B, class: 'pt-cross'}));
@@ -245,6 +246,18 @@ const header = (e, head) => {
   clearInterval(clock); tell();
   if (head.live) clock = setInterval(tell, 1000);
 };
+// The address names the run and the tab, so that it can be kept or sent; opened again, the page opens there.
+let wanted = new URLSearchParams(location.search).get('tab');
+const address = next => {
+  if (wanted && wanted !== next.tab) {
+    const tab = [...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim().toLowerCase() === wanted);
+    if (tab) { wanted = null; tab.click(); }
+    return;
+  }
+  wanted = null;
+  const query = new URLSearchParams({...(next.run ? {run: next.run} : {}), tab: next.tab});
+  history.replaceState(null, '', '?' + query);
+};
 const blocks = () => {
   const panel = last && [...document.querySelectorAll('.pt-panel')].find(p => p.dataset.tab === last.tab);
   if (!panel) return;
@@ -261,6 +274,7 @@ window.posttrain = {
     last = next;
     const e = document.querySelector('.pt-header');
     if (e) header(e, next.head);
+    address(next);
     blocks();
   },
   mount: blocks,

@@ -85,7 +85,10 @@ def _read_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
         (20 * MAX_RUNS,),
     ).fetchall()
     tags: dict[str, dict[str, str]] = {}
-    wanted = "('mlflow.parentRunId', 'pipeline', 'stage', 'stage_key', 'result', 'error', 'curriculum.moves')"
+    wanted = (
+        "('mlflow.parentRunId', 'pipeline', 'stage', 'stage_key', 'result', 'error', 'interrupted', 'approval', "
+        "'curriculum.moves')"
+    )
     for run_id, key, value in connection.execute(
         f"SELECT run_uuid, key, value FROM tags WHERE key IN {wanted} OR key LIKE 'cached.%'"
     ):

@@ -122,5 +122,13 @@ border-bottom:1px solid var(--pt-line);background:none;color:var(--pt-ink);curso
 .pt-action{font-weight:600!important}
 .pt-observation{background:var(--pt-tint)!important;border-radius:5px;padding:4px 9px;max-height:220px;overflow:auto}
 .pt-observation.error{border-left:3px solid var(--pt-bad)}
-@media (max-width:900px){.pt-charts,.pt-episodes{grid-template-columns:1fr}.pt-time{margin-left:0}}
+@media (max-width:900px){.pt-charts,.pt-charts.even,.pt-episodes{grid-template-columns:1fr}.pt-time{margin-left:0}}
+@media (max-width:700px){.gradio-container{padding:8px 10px!important}.main.fillable{padding:0!important}
+#pt-controls>.form{display:grid!important;grid-template-columns:1fr 1fr;width:100%}
+#pt-controls>.form>*{min-width:0!important;padding:6px 10px!important}
+.pt-tiles{grid-template-columns:1fr 1fr}
+.pt-panel th,.pt-panel td{padding:6px 8px}
+.pt-panel th:first-child,.pt-panel td:first-child{position:sticky;left:0;background:var(--pt-card);z-index:1}
+.pt-panel td.text{min-width:230px}.pt-panel td .pt-bar{display:none}
+.pt-question{flex-direction:column}}
 """

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
 from flows.monitor.charts import NONE, duration, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
+from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.online_views import online
 from flows.monitor.reader import Reader
@@ -32,7 +33,7 @@ _HEADLINES = (
 )  # fmt: skip
 _SHARES = ("success_rate", "accuracy", "misuse_rate")
 _TONES = {
-    "running": "info", "finished": "good", "cached": "good", "failed": "bad", "dead": "bad", "stopped": "bad",
+    "running": "info", "finished": "good", "cached": "good", "failed": "bad", "killed": "bad", "stopped": "bad",
     "silent": "bad",
 }  # fmt: skip
 MAX_CHARTS = 24  # on one tab
@@ -62,7 +63,7 @@ def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     except Exception as error:  # files of another version or incomplete: one tab fails, the page continues
         log.warning("%s of %s cannot be drawn", tab, run.id, exc_info=True)
         blocks = [_nothing(f"This cannot be drawn from what is there: {type(error).__name__}: {error}")]
-    if run.status in ("dead", "failed", "silent") and run.source == "files":
+    if run.status in ("killed", "failed", "silent") and run.source == "files":
         blocks.insert(0, _warning(run))
     return _finish(_head(run), tab, blocks)
 
@@ -92,7 +93,7 @@ def _head(run: RunView) -> dict[str, Any]:
         "tone": _TONES.get(run.status, ""),
         "name": f"{run.pipeline} · {run.started_text}",
         "now": "" if not live and run.result else what if live else "",
-        "why": run.result if not live and run.result else run.why if run.status != "dead" else "",
+        "why": run.result if not live and run.result else run.why if run.status != "killed" else "",
         "fraction": fraction,
         "left": left,
         "elapsed": ((now if live else run.ended or run.modified) - run.started) if run.started else None,
@@ -127,7 +128,7 @@ def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
 
 
 def _warning(run: RunView) -> dict[str, Any]:
-    words = {"dead": "This run is dead.", "failed": "This run failed.", "silent": "This run is silent."}
+    words = {"killed": "This run was killed.", "failed": "This run failed.", "silent": "This run is silent."}
     return {
         "kind": "note",
         "id": "warning",
@@ -141,7 +142,9 @@ def _warning(run: RunView) -> dict[str, Any]:
 
 def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """Stages, headline curves, throughput and load."""
-    blocks = [stage_table(run)]
+    blocks = [*alarms(run), *filter(None, (tiles(run, pairs[0][1] if pairs else None),)), stage_table(run)]
+    if (differing := settings_that_differ(pairs)) is not None:
+        blocks.append(differing)
     if pairs:
         blocks.append(
             {
@@ -160,7 +163,7 @@ def _average_note(choice: Choice) -> str:
         return ""
     return (
         f"Thick lines are moving averages over {choice.window} observations, and so are the numbers beside the names. "
-        "Drag to zoom, double-click to reset."
+        "Drag to zoom, double-click to reset. Metrics that are chosen singly under Curves stand here, too."
     )
 
 
@@ -168,7 +171,8 @@ def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     names = set(pairs[0][1].table.series)
     wanted = [name for name in _HEADLINES if name in names and _varies(pairs[0][1].table.series[name])]
     speed = speed_charts(pairs, choice)[:1]
-    return [_metric(name, pairs, choice) for name in wanted[: 6 - len(speed)]] + speed
+    pinned = [name for name in choice.metrics if name in names and name not in wanted[: 6 - len(speed)]]
+    return [_metric(name, pairs, choice) for name in (*pinned, *wanted[: 6 - len(speed)])] + speed
 
 
 def _varies(series: Series) -> bool:
@@ -210,7 +214,7 @@ def stage_table(run: RunView) -> dict[str, Any]:
                 {"t": far, "bar": share} if share is not None else "",
                 duration(elapsed) if elapsed is not None else "",
                 duration(stage.seconds_left) if stage.seconds_left is not None else "",
-                _success(stage),
+                _success(run, stage),
                 _speed(stage),
                 {"t": message, "c": "faint"},
             ]
@@ -219,11 +223,13 @@ def stage_table(run: RunView) -> dict[str, Any]:
     return table("stages", "Stages", columns, rows)
 
 
-def _success(stage: StageView) -> str:
+def _success(run: RunView, stage: StageView) -> str:
+    """Success on held-out episodes where the run was evaluated, else in training; what a reward model ranks rightly."""
+    if (rate := held_out(run, stage.label)) is not None:
+        return percent(rate)
     for name in (
         "train/success_rate",
         "eval/success_rate",
-        "eval/policy/success_rate",
         "eval/accuracy",
         "train/accuracy",
     ):

@@ -16,12 +16,13 @@ from typing import Any
 from flows.operations.checks import check_mlflow
 from flows.operations.connect import same_address
 from flows.operations.database import SQLITE, shown
+from flows.operations.own_commands import own_command
 from flows.operations.processes import check_platform, end_all, leftovers, mark_of
 from flows.operations.report import links, table
 from flows.operations.services import prefect_url
 from flows.operations.state import Options, State, StatePaths, is_running, read_state
 from flows.operations.supervisor import REPAIR, MoreServers, Supervisor, no_more
-from flows.runtime.prefect_access import password
+from flows.runtime.prefect_access import own_path, password
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 from rl_core.storage.single_files import make_folder, open_log
 
@@ -31,7 +32,7 @@ DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # alternative to --database, which oth
 READY_SECONDS = 900.0  # timeout of a background start or a repair
 DOWN_SECONDS = 150.0
 GIVE_UP_AFTER = 3  # failures of a server during a repair; the supervisor keeps retrying
-COMMAND = (sys.executable, "-m", "flows.cli.main")
+COMMAND = (sys.executable, "-P", "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
     "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments", "service": "--service",
@@ -87,7 +88,7 @@ def _announce(state: State, output: Path) -> None:
     _say(links(state, output))
     if state.problem:
         print(f"posttrain: {state.problem}", file=sys.stderr, flush=True)
-    _say("Ctrl-C (or `posttrain down`) stops all of it")
+    _say(f"Ctrl-C (or `{own_command('down', output)}`) stops all of it")
 
 
 def _check_same_database(places: StatePaths, options: Options) -> None:
@@ -140,7 +141,7 @@ def _repair(places: StatePaths, given: dict[str, Any]) -> None:
         if options[name] != value:
             raise SettingsError(
                 f"{OPTION_NAMES[name]}: the servers of {places.output} run with {options[name]}, not {value}; "
-                "`posttrain down` first, then `posttrain up` with the new value"
+                f"`{own_command('down', places.output)}` first, then `posttrain up` with the new value"
             )
     broken = [service.name for service in state.services if service.phase != "up"]
     _say(f"already running{f', but not {chr(44).join(broken)}: starting' if broken else ''}; registering again ...")
@@ -170,10 +171,14 @@ def _wait(places: StatePaths, until: Callable[[State], bool], what: str, child: 
         if child is not None and child.poll() is not None:
             raise _child_failed(places, child.returncode)
         if child is None and not is_running(places):
-            raise BackendError(f"the servers of {places.output} have just been stopped; `posttrain up` starts them")
+            raise BackendError(
+                f"the servers of {places.output} have just been stopped; "
+                f"`{own_command('up', places.output)}` starts them"
+            )
         time.sleep(0.2)
     raise BackendError(
-        f"the supervisor {what} after {READY_SECONDS:.0f} s; see `posttrain status` and {places.log('up')}"
+        f"the supervisor {what} after {READY_SECONDS:.0f} s; see "
+        f"`{own_command('status', places.output)}` and {places.log('up')}"
     )
 
 
@@ -182,7 +187,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
     for name, value in given.items():
         if name not in ("database", "learn"):  # the pipeline's config says whether it learns
             command += [OPTION_NAMES[name], str(value)]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": own_path(os.environ)}
     if address:
         environment[DATABASE_VARIABLE] = address
     log = places.log("up")
@@ -199,7 +204,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         child.wait()
         raise
     _say(links(state, places.output))
-    _say("`posttrain down` stops all of it")
+    _say(f"`{own_command('down', places.output)}` stops all of it")
     if state.problem:
         raise DataError(state.problem)
 
@@ -263,11 +268,12 @@ def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
         if left:
             return (
                 f"no supervisor is running, but {len(left)} of its processes are (first: {left[0].pid}); "
-                "`posttrain up` ends them and starts new ones, `posttrain down` ends them",
+                f"`{own_command('up', output)}` ends them and starts new ones, "
+                f"`{own_command('down', output)}` ends them",
                 False,
             )
-        return f"not running for {output}; start it: posttrain up --output {output}", False
+        return f"not running for {output}; start it: {own_command('up', output)}", False
     good = state.phase == "up" and all(service.phase == "up" for service in state.services) and not state.problem
     if as_json:
         return json.dumps(dataclasses.asdict(state), indent=2), good
-    return table(state, auth=password(output)), good
+    return table(state, output, auth=password(output)), good

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from flows.operations.checks import check_api, configured_api
+from flows.operations.own_commands import own_command
 from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
 from flows.operations.state import State, StatePaths, is_running, read_state
 from flows.runtime.prefect_access import CLIENT, password
@@ -70,8 +71,9 @@ def _use(state: State, output: Path) -> None:
     except BackendError as error:
         phase = state.service("prefect").phase
         raise BackendError(
-            f"the Prefect server of `posttrain up` does not answer ({phase}): {error}; `posttrain status` says why, "
-            "`posttrain up` starts it again, and after `posttrain down` runs do without it"
+            f"the Prefect server of `posttrain up` does not answer ({phase}): {error}; "
+            f"`{own_command('status', output)}` says why, `{own_command('up', output)}` starts it again, and after "
+            f"`{own_command('down', output)}` runs do without it"
         ) from None
     os.environ["PREFECT_API_URL"] = ours
     os.environ.setdefault("POSTTRAIN_GPU_LIMIT", GPU_LIMIT)

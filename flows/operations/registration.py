@@ -37,7 +37,7 @@ class RegistrationRequest:
 
     root: str  # base folder of entrypoints
     pool: str
-    gpu_slots: int | None  # None: created with one per GPU, unchanged if it exists
+    gpu_slots: int | None  # None: created with one per GPU, none without a GPU, unchanged if it exists
     deployments: str  # prefect.yaml; an absent file registers nothing
     automations: str
 
@@ -107,15 +107,20 @@ async def _pool(client: PrefectClient, name: str, notes: list[str]) -> str:
     return "was there"
 
 
-async def _gpu_limit(client: PrefectClient, wanted: int | None) -> int:
-    """Create the limit, or set it if a number was given; returns its value."""
+async def _gpu_limit(client: PrefectClient, wanted: int | None) -> int | None:
+    """Create the limit, or set it if a number was given; returns its value, None = there is none.
+
+    Without a GPU and without a number none is made: no stage would take it.
+    """
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
     from prefect.exceptions import ObjectNotFound
 
     try:
         found = await client.read_global_concurrency_limit_by_name(GPU_LIMIT)
     except ObjectNotFound:
-        slots = wanted if wanted is not None else max(1, num_gpus())
+        slots = wanted if wanted is not None else num_gpus()
+        if not slots:
+            return None
         await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots))
         return slots
     if wanted is None or found.limit == wanted:

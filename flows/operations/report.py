@@ -6,7 +6,8 @@ import shlex
 import time
 from pathlib import Path
 
-from flows.operations.services import ask, mlflow_url, prefect_url
+from flows.operations.own_commands import own_command
+from flows.operations.services import GPU_LIMIT, ask, mlflow_url, prefect_url
 from flows.operations.state import ServiceState, State
 from flows.runtime.prefect_access import CLIENT, auth_file
 
@@ -19,9 +20,8 @@ def links(state: State, output: Path) -> str:
     if not any(service.name == "mlflow" for service in state.services):
         lines.append("mlflow   runs elsewhere (MLFLOW_TRACKING_URI)")
     lines += _registered(state)
-    lines.append(
-        "posttrain commands with this output folder use these servers; for prefect's and mlflow's own commands:"
-    )
+    here = own_command("COMMAND", output)
+    lines.append(f"`{here}` uses these servers; for prefect's and mlflow's own commands:")
     lines.append(
         f"  export PREFECT_API_URL={prefect_url(state.options)}/api MLFLOW_TRACKING_URI={mlflow_url(state.options)}"
     )
@@ -37,7 +37,8 @@ def _registered(state: State) -> list[str]:
     lines = []
     if "pool" in done:
         slots = done.get("gpu_slots")
-        lines.append(f"pool     {state.options.pool}; limit 'gpu' of {slots} at once")
+        limit = f"; limit '{GPU_LIMIT}' of {slots} at once" if slots else ""
+        lines.append(f"pool     {state.options.pool}{limit}")
     for name in done.get("deployments", []):
         lines.append(f"deployed {name}")
     for one in done.get("automations", []):
@@ -46,7 +47,7 @@ def _registered(state: State) -> list[str]:
     return [*lines, *(f"note: {note}" for note in done.get("notes", []))]
 
 
-def table(state: State, now: float | None = None, auth: str = "") -> str:
+def table(state: State, output: Path, now: float | None = None, auth: str = "") -> str:
     """Table of `posttrain status`."""
     now = time.time() if now is None else now
     lines = [
@@ -54,7 +55,7 @@ def table(state: State, now: float | None = None, auth: str = "") -> str:
         f"{'server':9}{'state':10}{'process':9}{'for':>8}  {'restarts':9}",
     ]
     lines += [_line(service, now) for service in state.services]
-    if problem := _pool_problem(state, auth):
+    if problem := _pool_problem(state, output, auth):
         lines.append(problem)
     lines += _registered(state)
     if state.problem:
@@ -81,7 +82,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _pool_problem(state: State, auth: str) -> str:
+def _pool_problem(state: State, output: Path, auth: str) -> str:
     """Problem of a deleted or paused pool; "" = none."""
     import urllib.error
 
@@ -92,7 +93,7 @@ def _pool_problem(state: State, auth: str) -> str:
         found = ask(f"{prefect_url(state.options)}/api/work_pools/{pool}", auth=auth)
     except urllib.error.HTTPError as error:
         if error.code == 404:
-            return f"work pool '{pool}' is gone, so no deployment can run; `posttrain up` makes it again"
+            return f"work pool '{pool}' is gone, so no deployment can run; `{own_command('up', output)}` makes it again"
         return ""
     except (OSError, ValueError):
         return ""

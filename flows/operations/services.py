@@ -37,6 +37,7 @@ __all__ = [
 
 # Working directory of deployment runs and base of their outputs: the checkout, else that of `up`.
 ROOT = CHECKOUT or Path.cwd()
+OURS = Path(__file__).resolve().parents[2]  # folder of the packages: the checkout, else site-packages
 
 ACCESS = "flows.runtime.prefect_access"  # Prefect's command line behind a check of hosts and origins
 
@@ -119,6 +120,7 @@ def base_environment(output: Path, name: str) -> dict[str, str]:
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # what lies in the folder of `up` is not taken for a package
         "NO_COLOR": "1",  # output goes to log files
     }
     return environment
@@ -127,13 +129,13 @@ def base_environment(output: Path, name: str) -> dict[str, str]:
 def client_environment(output: Path, name: str, options: Options, mlflow: str) -> dict[str, str]:
     """Environment of a client of the servers: the worker, its runs, the registration."""
     environment = base_environment(output, name)
-    path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [str(OURS), str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "PREFECT_API_URL": f"{prefect_url(options)}/api",
         CLIENT: password(output),
         "MLFLOW_TRACKING_URI": mlflow,
         "POSTTRAIN_GPU_LIMIT": GPU_LIMIT,
-        # The worker's runs import from the checkout even if another version is installed.
+        # The worker's runs import this posttrain, even if another version is installed or a `tasks.py` is in ROOT.
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
     }
     return environment

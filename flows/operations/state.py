@@ -69,7 +69,7 @@ class Options:
     database: str = "sqlite"  # or a PostgreSQL address without its password
     pool: str = "posttrain"
     runs: int | None = None  # concurrent flow runs on this machine; None = no limit
-    gpu_slots: int | None = None  # None: number of GPUs, at least 1
+    gpu_slots: int | None = None  # None: number of GPUs
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
     service: str | None = None  # YAML file of a training service that is kept up, too
     serve: str | None = None  # config of the pipeline whose champion is served

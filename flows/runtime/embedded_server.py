@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import importlib.util
 import os
 import shutil
 import signal
@@ -18,16 +19,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flows.runtime import prefect_access
+from flows.runtime.prefect_database import keep_tables, start_from_tables
+from flows.runtime.prefect_home import embedded_access, prefect_environment
 from rl_core.errors import BackendError
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import REMEDIES
 
-__all__ = ["embedded_address", "other_address", "own_session", "start_embedded_server", "stop_embedded_server"]
+__all__ = [
+    "begin_embedded_server",
+    "embedded_address",
+    "other_address",
+    "own_session",
+    "start_embedded_server",
+    "stop_embedded_server",
+]
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LEAST_BYTES = 5_000_000  # of Prefect's database and its log
@@ -39,7 +49,9 @@ _EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFE
 class _Server:
     """The server's process and its port."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Mapping[str, str]) -> None:
+        """given: environment of the server beside this process's."""
+        self._given = given
         self.port = _free_port()
         self.process = self._start()
 
@@ -49,15 +61,13 @@ class _Server:
 
     def _start(self) -> subprocess.Popen[Any]:
         """The server behind our check of hosts and origins, from wherever this project is imported."""
-        import prefect
-        from prefect.settings import get_current_settings
-
-        given = get_current_settings().to_environment_variables(exclude_unset=True)
-        environment = {**os.environ, **_EMBEDDED, **given}
+        prefect = importlib.util.find_spec("prefect")
+        assert prefect is not None and prefect.origin is not None
+        environment = {**os.environ, **_EMBEDDED, **self._given}
         environment["PYTHONPATH"] = prefect_access.own_path(environment)
         return own_session()(
             [
-                sys.executable, "-m", "uvicorn", "--app-dir", str(Path(str(prefect.__file__)).parent.parent),
+                sys.executable, "-P", "-m", "uvicorn", "--app-dir", str(Path(prefect.origin).parents[1]),
                 "--factory", f"{prefect_access.__name__}:create_app", "--host", "127.0.0.1", "--port", str(self.port),
                 "--log-level", "error", "--lifespan", "on",
             ],
@@ -94,6 +104,38 @@ class _Server:
 
 
 _server: _Server | None = None  # of this process, for all its runs
+_begun: _Server | None = None  # started ahead, not waited for yet
+
+
+def begin_embedded_server() -> None:
+    """Start the server ahead, while Prefect is not imported yet; `start_embedded_server` then waits for it.
+
+    Only where the environment is as `prepare_prefect` leaves it and no file here configures Prefect: what another
+    server, database or password means is left to Prefect's own settings.
+    """
+    global _begun
+    ours = {*prefect_environment(), "PREFECT_HOME"}
+    home = os.environ.get("PREFECT_HOME", "")
+    configured = [name for name in os.environ if name.startswith("PREFECT_") and name not in ours]
+    if _server is not None or _begun is not None or not home or configured or _has_prefect_files(Path(home)):
+        return
+    if "prefect.settings" in sys.modules:
+        return
+    _refuse_full_disk(Path(home))
+    start_from_tables(Path(home))
+    _begun = _Server(embedded_access())
+    atexit.register(stop_embedded_server)
+
+
+def _has_prefect_files(home: Path) -> bool:
+    """True = a profile, or a file of the current folder, may configure Prefect."""
+    if (home / "profiles.toml").exists() or Path("prefect.toml").exists():
+        return True
+    for name in (".env", "pyproject.toml"):
+        with contextlib.suppress(OSError):
+            if "prefect" in Path(name).read_text(errors="replace").lower():
+                return True
+    return False
 
 
 def start_embedded_server() -> None:
@@ -103,21 +145,25 @@ def start_embedded_server() -> None:
     so that the run can still report that it was stopped.
     Raises: BackendError if it does not answer in time.
     """
-    global _server
+    global _server, _begun
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url is not None or not settings.server.ephemeral.enabled:
+        stop_embedded_server()
         return
     if _server is not None and _server.process.poll() is None:
         return
     _refuse_full_disk(settings.home)
     fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
-    server = _Server()
+    start_from_tables(settings.home)
+    server = _begun or _Server(settings.to_environment_variables(exclude_unset=True))
+    _begun = None
     try:
         server.wait(limit)
         fault("prefect.started")
+        keep_tables(settings.home)
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise
@@ -134,11 +180,11 @@ def start_embedded_server() -> None:
 
 def stop_embedded_server() -> None:
     """End the server that this process has started; also done when the process ends."""
-    global _server
-    if _server is not None:
-        _server.stop()
-        _server = None
-        atexit.unregister(stop_embedded_server)
+    global _server, _begun
+    for server in filter(None, (_server, _begun)):
+        server.stop()
+    _server = _begun = None
+    atexit.unregister(stop_embedded_server)
 
 
 @contextlib.contextmanager

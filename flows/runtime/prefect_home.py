@@ -18,9 +18,18 @@ from unittest.mock import patch
 from flows.runtime import prefect_access
 from rl_core.storage.single_files import make_folder
 
-__all__ = ["PREFECT_PORT", "leave_global_generator", "prefect_defaults", "prefect_environment", "prepare_prefect"]
+__all__ = [
+    "HEARTBEAT_SECONDS",
+    "PREFECT_PORT",
+    "embedded_access",
+    "leave_global_generator",
+    "prefect_defaults",
+    "prefect_environment",
+    "prepare_prefect",
+]
 
 _DRAWING = ("prefect.utilities.math", "websockets.client", "websockets.asyncio.connection")  # waits, pings
+HEARTBEAT_SECONDS = 30  # the least that Prefect takes; its default is 180
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -37,6 +46,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         # A call to an API that is away waits 2 + 4 + 8 seconds, which outlast a restart; the default is a minute.
         "PREFECT_CLIENT_MAX_RETRIES": "3",
+        # A server with our automations takes three missing heartbeats for a crash (deployments/automations.yaml).
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
@@ -106,7 +117,12 @@ def _embedded_access() -> dict[str, str]:
     if settings.api.url is not None:
         return {}
     known = settings.server.api.auth_string or settings.api.auth_string
-    word = known.get_secret_value() if known is not None else _own_password()
+    return embedded_access(known.get_secret_value() if known is not None else "")
+
+
+def embedded_access(word: str = "") -> dict[str, str]:
+    """Variables of the embedded server and its client; the password is this process's own where none is given."""
+    word = word or _own_password()
     # No page belongs to it: an origin that nothing has.
     return {prefect_access.SERVER: word, prefect_access.CLIENT: word, prefect_access.ORIGINS: "http://none.invalid"}
 

@@ -10,11 +10,15 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from flows.runtime.time_left import TimeLeft
 
 __all__ = ["Display"]
 
 LOGGERS = ("rl_core", "tasks", "flows")
 LINE_SECONDS = 10.0  # between plain lines of a stage
+NARROW = 100  # columns of a terminal below which the bars are short
 
 
 class _Warnings(logging.Handler):
@@ -38,21 +42,27 @@ class _Warnings(logging.Handler):
 class Display:
     """Live progress of the stages; a context manager and a `ProgressCallback`."""
 
-    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, console: Console | None = None, time_left: TimeLeft | None = None
+    ) -> None:
+        """time_left: of the run, with its stages; None = stages are neither numbered nor timed."""
         self.console = console or Console()
         self.quiet = quiet
         self.live = self.console.is_terminal and not quiet
+        self._time_left = time_left or TimeLeft()
         self._tasks: dict[str, TaskID] = {}
         self._last: dict[str, float] = {}
         self._warnings = _Warnings(self.console)
         self._progress = Progress(
-            TextColumn("[bold]{task.description:<18}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[message]}"),
+            TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, min_width=18)),
+            BarColumn(bar_width=10 if self.console.width < NARROW else 24),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            # One line for each stage, whatever the width: what does not fit is cut at the end of the line.
+            TextColumn("{task.fields[message]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=self.console,
             refresh_per_second=4,
+            expand=True,
         )
 
     def __enter__(self) -> Display:
@@ -75,13 +85,15 @@ class Display:
         """Update the progress of a stage."""
         if self.quiet:
             return
+        self._time_left.observe(stage, done)
         if not self.live:
             self._line(stage, done, total, message)
             return
         if stage not in self._tasks:
             self._finish_others(stage)
-            self._tasks[stage] = self._progress.add_task(stage.replace("_", " "), total=total, message="")
-        self._progress.update(self._tasks[stage], completed=done, total=total, message=message)
+            self._tasks[stage] = self._progress.add_task(self._name(stage), total=total, message="")
+        told = " · ".join(filter(None, (self._left(stage, done, total), message)))
+        self._progress.update(self._tasks[stage], completed=done, total=total, message=told)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -92,6 +104,19 @@ class Display:
         finally:
             if task is not None:
                 self._progress.remove_task(task)
+
+    def _name(self, stage: str) -> str:
+        """`stage 3/7 sft`."""
+        place = self._time_left.place(stage)
+        return f"stage {place} {stage.replace('_', ' ')}" if place else stage.replace("_", " ")
+
+    def _left(self, stage: str, done: int, total: int) -> str:
+        """Time left of the stage and of the run; "" where neither is known."""
+        own, whole = self._time_left.of_stage(stage, done, total), self._time_left.of_run(stage, done, total)
+        if not own:
+            return ""
+        more = f", run {_span(whole)}" if whole is not None and whole - own >= 1 else ""
+        return f"{_span(own)} left{more}"
 
     def _finish_others(self, stage: str) -> None:
         """Stop the clocks of other stages, as stages run one after the other."""
@@ -104,10 +129,17 @@ class Display:
         if done < total and now - self._last.get(stage, -LINE_SECONDS) < LINE_SECONDS:
             return
         self._last[stage] = now
-        self.console.print(
-            f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False, markup=False
-        )
+        told = " · ".join(filter(None, (f"{done}/{total}", self._left(stage, done, total), message)))
+        self.console.print(f"{self._name(stage)}: {told}", highlight=False, markup=False, soft_wrap=True)
 
     def announce(self, text: str) -> None:
         """Print important text, in quiet runs too, as unwrapped lines."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _span(seconds: float) -> str:
+    """Duration in at most two units."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_table"]
 
+HEADLINE = 250  # characters
+
 
 def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
     """Rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
@@ -119,7 +121,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """One-line summary: success of the trained models, and the gate's decision."""
     parts = [f"{row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
     parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
-    return "; ".join(parts or [str(row["note"]) for row in rows[-1:]])[:250]
+    text = "; ".join(parts or [str(row["note"]) for row in rows[-1:]])
+    return text if len(text) <= HEADLINE else text[: HEADLINE - 2].rpartition(" ")[0] + " …"
 
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:

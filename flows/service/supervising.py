@@ -85,7 +85,7 @@ def _specs(settings: ServiceSettings) -> list[ServiceSpec]:
         return found | {"PYTHONPATH": own_path(found)}
 
     def command(role: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json"))
+        return (sys.executable, "-P", "-m", "flows.service.process", role, str(folder / "settings.json"))
 
     return [
         ServiceSpec("worker", command("worker"), environment("worker"), ROOT, "", lambda: True, watched=False,

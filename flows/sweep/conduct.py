@@ -24,6 +24,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.post_training import PipelineResult, display_progress, execute, say, watched
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
+from flows.runtime.stopped_state import name_stopped
 from flows.sweep.confirm import choose
 from flows.sweep.plan import SweepPlan, label_of
 from flows.sweep.pool import Worker, check_memory, device_of, free_memory, trial_bytes
@@ -35,6 +36,7 @@ from flows.sweep.sweep_report import FILES, markdown, outcome_line, rows_of, tab
 from flows.sweep.trial import TrialJob
 from flows.sweep.winner import SweepChoice
 from rl_core.errors import Stopped, WorkerFailed
+from rl_core.importing import child_import_path
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.lifecycle.dead_runs import close_dead_runs
@@ -102,7 +104,14 @@ def _shown(plan: SweepPlan) -> dict[str, str]:
     return {one.key: ",".join(one.choices) or f"{one.low:g}..{one.high:g}" for one in plan.dimensions}
 
 
-@flow(name="sweep", flow_run_name="{pipeline} · sweep", validate_parameters=False, persist_result=False)
+@flow(
+    name="sweep",
+    flow_run_name="{pipeline} · sweep",
+    validate_parameters=False,
+    persist_result=False,
+    on_failure=[name_stopped],
+    on_crashed=[name_stopped],
+)
 def sweep(pipeline: str, varied: list[str]) -> SweepResult:
     """Run trials of one pipeline that differ in some settings; called by `run_sweep`."""
     asked = _asked.get()
@@ -277,7 +286,7 @@ class _Sweep:
 
     def _environment(self, index: int) -> dict[str, str]:
         """Environment of a lane's worker: with several GPUs, one each."""
-        environment = dict(os.environ)
+        environment = {**os.environ, "PYTHONPATH": child_import_path()}
         if self.parallel > 1:
             import torch
 

@@ -95,7 +95,7 @@ class Worker:
         make_folder(self._log.parent)
         with open_log(self._log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.sweep.worker", str(os.getpid()), str(write)],
+                [sys.executable, "-P", "-m", "flows.sweep.worker", str(os.getpid()), str(write)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(write,),
                 env=self._environment, start_new_session=True,
             )  # fmt: skip

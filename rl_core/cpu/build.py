@@ -1,7 +1,10 @@
 """Build of this folder's C into one shared library, where there is a compiler.
 
 The sources are compiled once for a processor and compiler, in seconds, into a cache folder; results then differ from
-those of torch's kernels by rounding. Without a compiler, or with POSTTRAIN_NATIVE=0, torch does it all.
+those of torch's kernels by rounding. Without a compiler a library is taken that was compiled for processors of this
+level (container images have them), and else, or with POSTTRAIN_NATIVE=0, torch does it all.
+
+    python -m rl_core.cpu.build FOLDER      compiles for the levels of x86-64; POSTTRAIN_CPU_CODE=FOLDER finds them
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,13 +30,19 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.storage.own_files import cache_folder
 from rl_core.storage.single_files import adopt, make_folder
 
-__all__ = ["is_intel", "load", "loaded_openmp"]
+__all__ = ["compile_levels", "is_intel", "load", "loaded_openmp", "prebuilt"]
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 # No -ffast-math: it would change how the whole process rounds tiny numbers.
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC")
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC")
+PREBUILT = "POSTTRAIN_CPU_CODE"  # variable: folder of the libraries for levels
+# Levels of x86-64, the best one first, with the features that tell them from the next one.
+_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+}
 _COMPILE_SECONDS = 120
 
 
@@ -42,15 +52,14 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get("POSTTRAIN_NATIVE") == "0":
         return None
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if compiler is None and (found := prebuilt()) is not None:
+        return _loaded(found)
     if compiler is None:
         logger.info("no C compiler: the CPU uses torch's kernels alone, which is slower")
         return None
     try:
         with contextlib.ExitStack() as stack:
-            openmp = loaded_openmp()
-            if openmp is not None:  # so that the library finds the very one whose threads torch keeps
-                ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-            return ctypes.CDLL(str(_compiled(compiler, _folder(stack), has_threads=openmp is not None)))
+            return _loaded(_compiled(compiler, _folder(stack), has_threads=loaded_openmp() is not None))
     except (OSError, subprocess.SubprocessError, CheckpointError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         logger.warning(
@@ -58,6 +67,48 @@ def load() -> ctypes.CDLL | None:
             compiler, _FOLDER, said[0] if said else error,
         )  # fmt: skip
         return None
+
+
+def _loaded(library: Path) -> ctypes.CDLL | None:
+    """The library in this process; None where it cannot be loaded."""
+    try:
+        if (openmp := loaded_openmp()) is not None:  # so that it finds the very one whose threads torch keeps
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        logger.warning("%s cannot be loaded (%s); the CPU uses torch's kernels alone, which is slower", library, error)
+        return None
+
+
+def prebuilt(processor: str | None = None) -> Path | None:
+    """Library of these sources for the best level that the processor has; None = there is none.
+
+    processor: its features; None = of this one.
+    """
+    folder = os.environ.get(PREBUILT, "")
+    features = set((_processor() if processor is None else processor).split())
+    has_threads = loaded_openmp() is not None
+    needed: set[str] = set()
+    for level in reversed(_LEVELS):  # a level has the features of those below
+        needed |= _LEVELS[level]
+    for level in _LEVELS:
+        path = Path(folder, _name((level, *_texts(), str(has_threads))))
+        if folder and needed <= features and path.is_file():
+            return path
+        needed -= _LEVELS[level]
+    return None
+
+
+def compile_levels(folder: Path) -> list[Path]:
+    """Compile for all levels; returns the libraries. Raises: OSError, SubprocessError."""
+    compiler = os.environ.get("CC", "cc")
+    has_threads = loaded_openmp() is not None
+    made = []
+    for level in _LEVELS:
+        library = folder / _name((level, *_texts(), str(has_threads)))
+        _compile(compiler, (f"-march={level}",), library, has_threads=has_threads)
+        made.append(library)
+    return made
 
 
 def _folder(stack: contextlib.ExitStack) -> Path:
@@ -84,30 +135,37 @@ def loaded_openmp() -> str | None:
 def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
     """The shared library for these sources, processor and compiler; it is made where it is not there."""
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True, timeout=30)
-    sources = sorted(_FOLDER.glob("*.c"))
-    texts = [path.read_text() for path in (*sources, *sorted(_FOLDER.glob("*.h")))]
-    parts = (*texts, *_FLAGS, compiler, str(has_threads), version.stdout, platform.machine(), _processor())
-    identity = "\n".join(parts)
-    name = f"posttrain-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    library = folder / name
+    parts = (*_texts(), compiler, str(has_threads), version.stdout, platform.machine(), _processor())
+    library = folder / _name(parts)
     if not library.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
-            compiled = [Path(scratch) / f"{source.stem}.o" for source in sources]
-            flags = [*_FLAGS, *(["-fopenmp"] if has_threads else [])]
-            commands = [
-                [*flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, compiled, strict=True)
-            ]
-            logger.info("compiling %d files for this processor, once: some seconds", len(sources))
-            run = functools.partial(
-                subprocess.run, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS
-            )
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda arguments: run([*compiler.split(), *arguments]), commands))
-            # Linked without -fopenmp, which would bring a library of its own.
-            run([*compiler.split(), "-shared", "-o", str(made), *map(str, compiled), "-lm"])
-            adopt(made, library)  # whole, or not there
+        logger.info("compiling for this processor, once: some seconds")
+        _compile(compiler, ("-march=native",), library, has_threads=has_threads)
     return library
+
+
+def _texts() -> tuple[str, ...]:
+    """Sources and flags, on which the library depends."""
+    return (*(path.read_text() for path in sorted(_FOLDER.glob("*.[ch]"))), *_FLAGS)
+
+
+def _name(parts: tuple[str, ...]) -> str:
+    return f"posttrain-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
+
+
+def _compile(compiler: str, processor: tuple[str, ...], library: Path, *, has_threads: bool) -> None:
+    """Compile all sources into a library, whole or not there."""
+    sources = sorted(_FOLDER.glob("*.c"))
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        made = Path(scratch) / library.name
+        compiled = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        flags = [*_FLAGS, *processor, *(["-fopenmp"] if has_threads else [])]
+        commands = [[*flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, compiled, strict=True)]
+        run = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda arguments: run([*compiler.split(), *arguments]), commands))
+        # Linked without -fopenmp, which would bring a library of its own.
+        run([*compiler.split(), "-shared", "-o", str(made), *map(str, compiled), "-lm"])
+        adopt(made, library)
 
 
 @functools.cache  # asked at every product
@@ -126,3 +184,8 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+if __name__ == "__main__":
+    for found in compile_levels(make_folder(Path(sys.argv[1]))):
+        print(found)

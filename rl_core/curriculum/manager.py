@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.curriculum.conditions import ConditionStatus, check_condition, metric_name
 from rl_core.curriculum.own_statistic import check_function
@@ -14,6 +12,9 @@ from rl_core.curriculum.rollback import RollbackWatch
 from rl_core.errors import ResumeRefused, SettingsError
 from rl_core.metrics import MetricHistory
 from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["END", "CurriculumManager"]
 
@@ -81,6 +82,8 @@ class CurriculumManager:
 
     def draw_level(self, rng: np.random.Generator) -> str:
         """One level, with the probabilities of the current stage's mix."""
+        import numpy as np  # here, as a check of a configuration needs none of it
+
         names = list(self.stage.levels)
         weights = np.array([self.stage.levels[name] for name in names], dtype=np.float64)
         return names[int(rng.choice(len(names), p=weights / weights.sum()))]

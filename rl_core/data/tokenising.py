@@ -19,6 +19,7 @@ from typing import Any
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.row_tokens import Job, Refusals, Row, chunk_tokens
 from rl_core.data.token_rows import TokenChunk
+from rl_core.importing import child_import_path
 
 __all__ = ["CHUNK", "processes_for", "tokenised"]
 
@@ -142,14 +143,13 @@ class _Children:
 def _start() -> subprocess.Popen[bytes] | None:
     # One thread each, without a GPU; where this process found its modules, the child does too.
     variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    found_in = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "rl_core.data.tokenising_child"],
+            [sys.executable, "-P", "-m", "rl_core.data.tokenising_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables, "PYTHONPATH": found_in},
+            env={**os.environ, **variables, "PYTHONPATH": child_import_path()},
         )
     except OSError as error:
         logger.warning("a process to tokenise rows cannot be started: %s", error)

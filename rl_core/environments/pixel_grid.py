@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration
 from rl_core.environments.pixel_grid_demonstrator import plan
@@ -23,6 +21,9 @@ from rl_core.environments.pixel_grid_render import draw_grid
 from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.types import ToolCall
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["PixelGrid", "PixelGridEpisode"]
 

@@ -6,11 +6,11 @@ import struct
 import zlib
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rl_core.environments.pixel_grid_questions import Grid
 
 __all__ = ["RGB", "draw_grid", "to_png"]
@@ -44,6 +44,8 @@ def draw_grid(grid: Grid, scale: int = 4) -> np.ndarray:
     """uint8 [height, width, 3]: cells of 8 x 8 dots, separated by grey lines of one dot, `scale` pixels per dot."""
     if scale < 1:
         raise DataError(f"scale {scale} must be at least 1")
+    import numpy as np  # where a picture is drawn, so that checking a configuration does without
+
     dots = np.empty((9 * grid.size + 1, 9 * grid.size + 1, 3), dtype=np.uint8)
     dots[:] = GAP
     for row, (colours, digits) in enumerate(zip(grid.colours, grid.digits, strict=True)):
@@ -63,6 +65,8 @@ def to_png(image: np.ndarray) -> bytes:
     Raises: DataError for any other array.
     Source: PNG specification, third edition, sections 5 and 11.
     """
+    import numpy as np
+
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise DataError(f"a picture must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
     height, width, _ = image.shape

@@ -28,6 +28,7 @@ from rl_core.errors import (
     OutOfMemory,
     SettingsError,
 )
+from rl_core.importing import child_import_path
 from rl_core.references.scorer import Answer, Rows
 
 __all__ = ["ScorerProcess", "receive", "send", "split"]
@@ -91,10 +92,12 @@ class ScorerProcess:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "rl_core.references.process_main", str(theirs.fileno())]
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        command = [sys.executable, "-P", "-m", "rl_core.references.process_main", str(theirs.fileno())]
         child = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths}
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": child_import_path()},
         )
         theirs.close()
         self._connection, self._child = ours, child

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import regex
-
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
@@ -27,13 +25,18 @@ _FIND = (
     "where the answer stands in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that is there, else whole"
 )
+_SCORE = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN = "column of the right answer; default: the environment's target"
 
 
 def check_pattern(pattern: str | None) -> None:
     """Raises SettingsError unless the setting `pattern`, where there is one, is a regular expression."""
+    if not pattern:
+        return
+    import regex  # here, as a check of a configuration without patterns needs none of it
+
     try:
-        regex.compile(pattern or "")
+        regex.compile(pattern)
     except regex.error as error:
         raise SettingsError(f"pattern: {pattern!r} is not a regular expression: {error}") from None
 
@@ -106,9 +109,7 @@ class JudgeSettings(Settings):
     system: str = setting("", doc="system message of the judge")
     lowest: float = setting(0.0, doc="score that becomes reward 0")
     highest: float = setting(10.0, doc="score that becomes reward 1")
-    pattern: str = setting(
-        r"(?i)score\W*(-?\d+(?:\.\d+)?)", doc="regular expression whose first group is the score; its last match counts"
-    )
+    pattern: str = setting(_SCORE, doc="regular expression whose first group is the score; its last match counts")
     max_tokens: int = setting(512, ge=1, doc="length of a judgement")
     temperature: float = setting(0.0, ge=0, doc="temperature of the judge")
     concurrency: int = setting(8, ge=1, le=256, doc="requests at once")
@@ -126,6 +127,10 @@ class JudgeSettings(Settings):
         """The scale must not be empty, and the pattern needs a group."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
+        if self.pattern == _SCORE:
+            return
+        import regex  # as in `check_pattern`
+
         try:
             groups = regex.compile(self.pattern).groups
         except regex.error as error:

@@ -226,6 +226,8 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("flow.closed", "the run is closed, Prefect does not know"),
         ("prefect.starting", "Prefect's own server is about to be started", "own server"),
         ("prefect.started", "it answers", "own server"),
+        ("prefect.copied", "kept tables are copied for its database, without its name", "own server"),
+        ("prefect.kept", "its new tables are copied to be kept, without their name", "own server"),
         ("once.written", "a file that is made once (a password) is written, without its name", "up"),
         ("deployment.checked", "the settings of a deployment's run are checked", "deployment"),
     ),

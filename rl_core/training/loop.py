@@ -42,8 +42,22 @@ __all__ = ["run_loop"]
 
 logger = logging.getLogger(__name__)
 
-# The first of these that an iteration reports stands in the progress message.
-HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
+# Metrics of the progress line with their names there, in order; the first ones that were logged are told.
+HEADLINES = {
+    "train/success_rate": "success", "reward/mean": "reward", "policy/update_kl": "KL", "train/accuracy": "accuracy",
+    "train/loss": "loss",
+}  # fmt: skip
+NUM_HEADLINES = 3
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """The numbers of an iteration that matter, for the progress line."""
+    told = [
+        f"{label} {metrics[name]:.0%}" if name.endswith("success_rate") else f"{label} {metrics[name]:.3g}"
+        for name, label in HEADLINES.items()
+        if name in metrics
+    ]
+    return " · ".join(told[:NUM_HEADLINES])
 
 
 def run_loop(
@@ -190,9 +204,8 @@ class _Loop:
         self.memory.is_whole = True
         fault("loop.stepped")
         finite = self.metrics.log(metrics, self.trainer.optimizer_step.num_steps)
-        headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
         if self.process_group.is_rank_zero:
-            self.metrics.tracker.progress(self.state.iteration, self.iterations, headline)
+            self.metrics.tracker.progress(self.state.iteration, self.iterations, headline(finite))
         fault("loop.logged")
         self._call_back("iteration", finite)
 

@@ -12,6 +12,7 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
         near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
         if path.name == name and not path.suffix:
             near = f", and no shipped config; these are shipped: {', '.join(shipped_names)}{near}"
+            if match := get_close_matches(name, [*shipped_names, *found], n=1, cutoff=0.6):
+                near = f", and no shipped config; did you mean '{match[0]}'?"
         elif path.stem in shipped_names:
             near = f"; the shipped config is named without folder and suffix: {path.stem}{near}"
         raise SettingsError(f"{name}: no such file{near}")

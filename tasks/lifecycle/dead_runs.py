@@ -18,6 +18,7 @@ from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.faults import fault
+from tasks.run_status import OF_AN_EARLIER_STOP, run_status
 from tasks.tracking import Tracking
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
 from tasks.tracking.replay import journals
@@ -163,9 +164,6 @@ def recorded_sweeps(home: Path) -> list[RunRecord]:
     return [dataclasses.replace(one, started=one.started.removeprefix("sweep ")) for one in found if one]
 
 
-_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
-
-
 def _record(folder: Path) -> RunRecord | None:
     name, status, settings, host = "", "", None, ""
     tags: dict[str, str] = {}
@@ -173,8 +171,9 @@ def _record(folder: Path) -> RunRecord | None:
         op = event.get("op")
         if op in ("start", "resume"):
             name, status, host = str(event.get("name", name)), "running", str(event.get("host", ""))
+            tags = {key: text for key, text in tags.items() if key not in OF_AN_EARLIER_STOP}
         elif op == "end":
-            status = _STATUS.get(str(event.get("status")), "failed")
+            status = run_status(str(event.get("status")), tags)
         elif op == "tags":
             tags |= _object(event.get("tags"))
         elif op == "text" and event.get("name") == "config.json":

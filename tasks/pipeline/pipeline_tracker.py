@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.config.masking import masked
+from tasks.pipeline.changed_settings import changed_settings
 from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage_code import code_version
@@ -90,15 +91,19 @@ class PipelineTracker:
         kind = "stage" if options.only else "pipeline"
         if trial is not None:
             kind = "evaluation" if options.given else "trial"
+        whole = masked(resolve(settings))
+        folder = run_folder(home, started)
+        changed = changed_settings(folder.parent, folder.name, whole) if trial is None and not options.only else ""
         self.parent = tracking.start_run(
             trial.name if trial is not None else f"{settings.name} · {started}",
-            run_folder(home, started),
+            folder,
             tags={
                 **self._tags,
                 "kind": kind,
                 **({"resumed": "true"} if resumed else {}),
+                **({"changed": changed} if changed else {}),
             },
-            params=masked(resolve(settings)),
+            params=whole,
             description="The pipeline is running; its result will stand here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
             parent_run_id=trial.parent_run_id if trial is not None else None,

@@ -14,13 +14,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect import Task, task
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.settings import get_current_settings
@@ -32,7 +26,7 @@ from tasks.pipeline.plain_call import is_passing, retry_delays, timed_out
 from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
 
-__all__ = ["is_transient", "stage_task"]
+__all__ = ["is_transient", "publish_result", "stage_task"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +60,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
 
     @task(
         name=name,
-        task_run_name=f"{label} ({pipeline_run.settings.name})",
+        task_run_name=label,
         description=(stage.__doc__ or "").split("\n")[0],
         cache_policy=NO_CACHE,
         persist_result=False,
@@ -123,32 +117,41 @@ def _report_progress(pipeline_run: PipelineRun, artifact: UUID | None, ended: th
 
 
 def _publish(pipeline_run: PipelineRun, result: StageResult) -> None:
-    """Markdown, table and link artifacts of a finished stage."""
+    """One Markdown artifact of a finished stage: its result, its numbers, the link to its MLflow run."""
     url = pipeline_run.tracking.run_url(result.run_id) if result.run_id else ""
     how = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
+    note = str(result.summary.get("note", ""))
     lines = [
         f"## {result.stage.replace('_', ' ')}",
-        str(result.summary.get("note", "")),
+        f"**{note}**" if note else "",
         f"{how}; folder `{result.folder}`; key `{result.key}`",
     ]
     if result.summary.get("model_version"):
         lines.append(f"model `{result.summary['registered_model']}` version {result.summary['model_version']}")
     if url:
         lines.append(f"[MLflow run]({url})")
-    key = _key(pipeline_run, result.stage, "")
-    _quietly(create_markdown_artifact, "\n\n".join(lines), key=key, description=str(result.summary.get("note", "")))
     page = result.path / REVIEW
     if result.stage == "promote" and page.is_file():
-        text = f"**{result.summary['note']}**\n\n{page.read_text()}" + (f"\n[MLflow run]({url})\n" if url else "")
-        _quietly(create_markdown_artifact, text, key=f"{key}-review", description="what the decision rests on")
-    metrics = result.summary.get("metrics") or {}
+        lines.append(page.read_text())
+    lines.append(_numbers(result))
+    key = _key(pipeline_run, result.stage, "")
+    _quietly(create_markdown_artifact, "\n\n".join(filter(None, lines)), key=key, description=note)
+
+
+def _numbers(result: StageResult) -> str:
+    """A stage's metrics as a Markdown table; "" where it has none."""
+    metrics = dict(result.summary.get("metrics") or {})
     for name, row in (result.summary.get("models") or {}).items():
-        metrics = {**metrics, **{f"{name}: {k}": v for k, v in row.items() if isinstance(v, int | float)}}
-    if metrics:
-        table = [{"metric": metric, "value": round(float(value), 6)} for metric, value in sorted(metrics.items())]
-        _quietly(create_table_artifact, table, key=f"{key}-metrics")
-    if url:
-        _quietly(create_link_artifact, url, link_text="MLflow run", key=f"{key}-mlflow")
+        metrics |= {f"{name}: {k}": v for k, v in row.items() if isinstance(v, int | float)}
+    if not metrics:
+        return ""
+    rows = [f"| {name} | {float(value):.6g} |" for name, value in sorted(metrics.items())]
+    return "\n".join(["| metric | value |", "|---|---|", *rows])
+
+
+def publish_result(pipeline_run: PipelineRun, markdown: str, headline: str) -> None:
+    """The artifact of the whole flow run: the table of its stages with links."""
+    _quietly(create_markdown_artifact, markdown, key=_key(pipeline_run, "result", ""), description=headline)
 
 
 def _key(pipeline_run: PipelineRun, name: str, suffix: str) -> str:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
+from rl_core.importing import child_import_path
 from rl_core.settings import LaunchSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder, open_log, write_json_atomic, write_text_unsynced
@@ -192,7 +193,8 @@ def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -
 def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
     """Environment of the processes: this process's, its import path, and their share of the threads."""
     variables = {name: value for name, value in os.environ.items() if name not in _INHERITED}
-    variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    variables["PYTHONPATH"] = child_import_path()
+    variables["PYTHONSAFEPATH"] = "1"  # for torchrun's own children, too
     variables["OMP_NUM_THREADS"] = str(max(1, threads // settings.processes))
     return variables
 

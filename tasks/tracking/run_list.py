@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError, nearest
+from tasks.run_status import run_status
 from tasks.tracking.store import default_uri
 from tasks.tracking.tracking import RunRow, Tracking
 
@@ -213,8 +214,7 @@ def _started(row: RunRow) -> str:
 
 
 def _status(row: RunRow) -> str:
-    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
-    return "waiting" if waits else row.status.lower()
+    return run_status(row.status, row.tags)
 
 
 def _line(row: RunRow, indent: str) -> dict[str, str]:

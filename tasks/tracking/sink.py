@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import remove_folder
+from tasks.run_status import OF_AN_EARLIER_STOP
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at
@@ -139,7 +140,12 @@ class MlflowSink:
         """The run exists already: its creation comes before everything."""
 
     def _op_resume(self, run_id: str, event: dict[str, Any]) -> None:
-        self._store.client.update_run(run_id, status="RUNNING")
+        client = self._store.client
+        tags = client.get_run(run_id).data.tags
+        for name in OF_AN_EARLIER_STOP:
+            if name in tags:
+                client.delete_tag(run_id, name)
+        client.update_run(run_id, status="RUNNING")
 
     def _op_end(self, run_id: str, event: dict[str, Any]) -> None:
         self._store.client.set_terminated(run_id, status=event["status"], end_time=event["time"])

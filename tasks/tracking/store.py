@@ -21,6 +21,7 @@ from rl_core.storage.faults import fault
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
 from tasks.stage_registry import policy_stages
 from tasks.tracking.database import ensure_database
+from tasks.tracking.served_pages import served_page
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -57,7 +58,7 @@ _REFUSED = {
 # What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
 # link's `viewStateShareKey`. Columns that no run has are left out by the page.
 VIEW = "posttrain"
-_RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
+_RESULT, _CHANGED, _NAME = "tags.`result`", "tags.`changed`", "attributes.`Run Name`"
 _IDENTITY = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 _EXPERIMENT = {
@@ -82,9 +83,9 @@ def _view() -> dict[str, Any]:
     """The view of the table of runs; stages of the user's, once a config named them, have a column as well."""
     success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
     return {
-        "selectedColumns": [*success, _RESULT],
-        "columnOrder": [_NAME, "attributes.`Created`", *success, _RESULT],
-        "columnWidths": {_NAME: 280, _RESULT: 640, **dict.fromkeys(success, 170)},
+        "selectedColumns": [_CHANGED, *success, _RESULT],
+        "columnOrder": [_NAME, "attributes.`Created`", _CHANGED, *success, _RESULT],
+        "columnWidths": {_NAME: 280, _CHANGED: 320, _RESULT: 640, **dict.fromkeys(success, 170)},
     }
 
 
@@ -268,7 +269,8 @@ class Store:
 
     def ui_url(self, path: str) -> str:
         """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
-        base = f"http://127.0.0.1:{DEFAULT_PORT}" if self.is_local else self.label.rstrip("/")
+        served = served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
+        base = served if self.is_local else self.label.rstrip("/")
         return f"{base}/#/{path}"
 
     def run_url(self, run_id: str, experiment_id: str | None = None) -> str:

@@ -25,9 +25,13 @@ def test_hadolint_finds_nothing():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_is_copied_exists_and_is_all_that_the_packages_need():
-    copied = [name for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
+def test_what_is_copied_exists_passes_dockerignore_and_is_all_that_the_packages_need():
+    lines = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
+    copied = [name for line in lines for name in line.split()]
     assert all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    assert "*" in ignored and set(copied) == allowed
     assert {"pyproject.toml", "constraints.txt", "README.md", "rl_core", "tasks", "flows", "configs"} <= set(copied)
 
 
@@ -51,7 +55,7 @@ def test_the_job_runs_a_command_of_ours_with_settings_that_exist():
 
     arguments = build_parser().parse_args(CONTAINER["args"])
     assert arguments.command == "retrain"
-    assert load(ROOT / arguments.config, arguments.set).run.wait_seconds == 14400
+    assert load(arguments.config, arguments.set).run.wait_seconds == 14400
 
 
 def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
@@ -68,3 +72,16 @@ def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
     ]
     assert claims == [CLAIM["metadata"]["name"]]
     assert pod["securityContext"]["runAsNonRoot"] and not CONTAINER["securityContext"]["allowPrivilegeEscalation"]
+
+
+def test_the_health_check_is_a_command_of_ours_in_the_folder_of_the_volume():
+    (check,) = re.findall(r"^    CMD \[.+\"(test ! -e \S+ \|\| posttrain status)\"\]$", DOCKERFILE, re.MULTILINE)
+    assert build_parser().parse_args(["status"]).output == "outputs" and "outputs/operations/state.json" in check
+    assert "VOLUME /work/outputs" in DOCKERFILE
+
+
+def test_a_variant_that_is_none_is_refused():
+    (script,) = re.findall(r"&& (case .+?esac)", DOCKERFILE, re.DOTALL)
+    for variant, code in (("cpu", 0), ("cuda", 0), ("gpu", 2)):
+        done = subprocess.run(["sh", "-c", script], env={"VARIANT": variant, "PATH": "/bin:/usr/bin"})
+        assert done.returncode == code

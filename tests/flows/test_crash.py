@@ -8,9 +8,10 @@ from crash.forks import Forks
 from crash.pipelines import command, write_inputs
 from crash.servers import environment
 from crash.trials import Bench, chains
+from helpers.prefect_tables import migrated
 
 from flows import parameters
-from flows.runtime import embedded_server, prefect_access
+from flows.runtime import embedded_server, prefect_access, prefect_database
 from rl_core.storage import faults
 from rl_core.storage.faults import POINTS
 
@@ -78,6 +79,7 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
     from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
     class Started:
+        def __init__(self, given): ...
         def wait(self, limit): ...
         def stop(self): ...
 
@@ -85,4 +87,8 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
     with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
         embedded_server.start_embedded_server()
         embedded_server.stop_embedded_server()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    migrated(tmp_path / "one")
+    assert prefect_database.keep_tables(tmp_path / "one", {})
+    assert prefect_database.start_from_tables(tmp_path / "two", {})
     assert reached() >= listed("own server", "up", "deployment")

@@ -107,10 +107,14 @@ def test_the_event_runs_a_deployment_that_exists():
     assert DEPLOYMENTS[deployment]["parameters"]["force"] is True
 
 
-def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_the_worker_sends():
+def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends():
+    from flows.runtime.prefect_home import HEARTBEAT_SECONDS, prefect_environment
+
     zombies = AUTOMATIONS["posttrain-crash-zombies"]["trigger"]
     beat = int(DEPLOYMENTS["demo"]["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
-    assert zombies["within"] == 3 * beat
+    assert zombies["within"] == 3 * beat and beat == HEARTBEAT_SECONDS
+    # of a run from a shell, which joins the server of `posttrain up`, and of the worker
+    assert prefect_environment()["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(beat)
     assert {"prefect.flow-run.Suspended", "prefect.flow-run.Paused", "prefect.flow-run.Completed"} <= set(
         zombies["expect"]
     )

@@ -30,6 +30,9 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
     done = []
 
     class Stuck:
+        def __init__(self, given):
+            pass
+
         def wait(self, limit):
             done.append("wait")
             raise error

@@ -14,8 +14,10 @@ import pytest
 from helpers import ROOT
 from helpers.adapters import fakes
 
-from flows.cli import arguments_to_settings, review_commands
+from flows.cli import arguments_to_settings
 from flows.cli import main as cli
+from flows.cli.fitting_table import fitting_table
+from flows.cli.help_overview import ORDER
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
 from rl_core.storage.single_files import refused
@@ -46,6 +48,7 @@ def flow(monkeypatch):
     module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
     monkeypatch.setitem(sys.modules, "flows.post_training", module)
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, *, quiet: None)
     return module
 
 
@@ -73,15 +76,12 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:10] == ["init", "convert", "data", "run", "sweep", "retrain", "validate", "stage", "why", "profile"]
-    assert names[10:15] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[15:24] == ["up", "down", "status", "serve", "service", "online", "ui", "monitor", "runs"]
-    assert names[24:] == ["compare", "replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names == list(ORDER)
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
     for name in names:
-        assert f"\n    {name} " in overview or f"\n    {name}\n" in overview  # a long name has a line of its own
+        assert f"\n  {name} " in overview
         with pytest.raises(SystemExit) as end:
             cli.main([name, "--help"])
         text = capsys.readouterr().out
@@ -110,7 +110,6 @@ def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["fly"],
         ["run"],
         ["stage", "SFT!", "x.yaml"],
@@ -125,6 +124,62 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         cli.main(arguments)
     assert end.value.code == 2
     assert "usage: posttrain" in capsys.readouterr().err
+
+
+def test_the_bare_command_shows_five_commands_that_parse(capsys):
+    assert cli.main([]) == 0
+    shown = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.startswith("  posttrain ")]
+    commands = [words for words in shown if words[1] in ORDER]
+    assert [words[1] for words in commands] == ["run", "init", "runs", "monitor", "doctor"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["rnu", "demo"], "did you mean 'run'?"),
+        (["run", "demo", "--quite"], "did you mean '--quiet'?"),
+        (["run", "demo", "--fersh=1"], "did you mean '--fresh'?"),
+        (["service", "qeue"], "did you mean 'queue'?"),
+        (["runs", "--format", "jsn"], "did you mean 'json'?"),
+        (["--verison"], "did you mean '--version'?"),
+        (["xyzzy"], "choose from init, convert"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and hint in error.splitlines()[-1]
+
+
+def test_a_mistyped_config_is_answered_with_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["validate", "dmeo"]) == 2
+    assert capsys.readouterr().err == "posttrain: dmeo: no such file, and no shipped config; did you mean 'demo'?\n"
+
+
+def test_help_and_the_table_of_runs_fit_into_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    page = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef0123456789abcdef"
+    row = {
+        "run": "demo · 2026-11-21 14:00:00",
+        "status": "finished",
+        "started": "2026-11-21 14:00:00",
+        "took": "311 s",
+        "settings": "learning_rate=0.001, seed=1",
+        "result": "sft 56.8% [52.4%, 61.1%]; policy 97.2%",
+        "page": page,
+    }
+    lines = fitting_table([row, {**row, "run": "  sft", "started": ""}]).splitlines()
+    assert lines[-1] == f"page of the newest: {page}"
+    assert [len(line) <= 80 for line in lines[:-2]] == [True] * 3
+    assert lines[0].split() == ["run", "status", "took", "settings", "result"]
+    assert lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  ") and lines[1].count("…") == 2
+    whole = fitting_table([row], 1000).splitlines()
+    assert page in whole[1] and "…" not in whole[1]
 
 
 # Settings
@@ -313,6 +368,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
 
     monkeypatch.setitem(sys.modules, "flows.single_stage", SimpleNamespace(analyze_models=analyze_models))
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, *, quiet: None)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -443,7 +499,7 @@ def test_sigterm_unwinds_and_exits_with_143(tmp_path):
     )
     (tmp_path / "good.yaml").write_text(GOOD)
     done = python(code, "run", "good.yaml", cwd=tmp_path)
-    assert done.returncode == 143 and done.stdout == "closed\n"
+    assert done.returncode == 143 and done.stdout.endswith("\nclosed\n")
     assert done.stderr.startswith("posttrain: stopped by SIGTERM") and "Traceback" not in done.stderr
 
 
@@ -492,7 +548,7 @@ def test_reader_that_goes_away(tmp_path):
 
 def test_table_is_aligned():
     rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
-    assert review_commands._table(rows) == "run     status\ndemo 1  finished\nx       failed"
+    assert fitting_table(rows) == "run     status\ndemo 1  finished\nx       failed"
 
 
 # Operations
@@ -525,6 +581,7 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
         sys.modules, "flows.cli.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
     )
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, *, quiet: None)
     found = {}
 
     def run_pipeline(settings, **named):

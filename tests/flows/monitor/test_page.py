@@ -82,7 +82,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         rewards = [row["metrics"]["reward/mean"] for row in rows if "reward/mean" in row["metrics"]]
         assert "40 / 40" in text(page, ".pt-panel[data-tab=overview]")
         shown = page.run(
-            "[...document.querySelectorAll('.pt-chart')].find(c => c.querySelector('.pt-title b').textContent"
+            "[...document.querySelectorAll('.pt-chart')].find(c => c.querySelector('.pt-title b').title"
             " == 'reward/mean').querySelector('.pt-legend b').textContent"
         )
         assert float(shown) == pytest.approx(sum(rewards[-10:]) / 10, rel=1e-3)
@@ -101,7 +101,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         assert newest["prompt"] in text(page, ".pt-row.chosen") and newest["iteration"] == 39
         assert newest["turns"][0]["action"].split()[0] in text(page, ".pt-episode")
         page.wait("(document.querySelector('.pt-question img') || {}).naturalWidth > 50")
-        for name, words in (("curves", "train/loss"), ("rewards", "Weighted parts"), ("tools", "misuse"),
+        for name, words in (("curves", "Loss in training"), ("rewards", "Weighted parts"), ("tools", "misuse"),
                             ("curriculum", "medium"), ("system", "Throughput"), ("export", "metrics.csv")):  # fmt: skip
             tab(page, name)
             assert words in text(page, f".pt-panel[data-tab={name}]")
@@ -119,7 +119,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         page.wait(f"document.querySelector('.pt-header .pt-name').textContent == 'test · {second}'")
         choose(page, "Compare with", first)
         lines = (
-            "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').textContent"
+            "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').title"
             " == 'reward/mean').flatMap(c => [...c.querySelectorAll('.pt-key span')].map(e => e.textContent))"
         )
         page.wait(f"{lines}.length == 2")

@@ -76,17 +76,17 @@ def test_a_run_that_ended_says_how(tmp_path, end, status):
     assert run.stage("policy").seconds_left is None
 
 
-def test_a_run_whose_process_is_gone_is_dead(tmp_path, dead_pid):
+def test_a_run_whose_process_is_gone_was_killed(tmp_path, dead_pid):
     make_run(tmp_path, pid=dead_pid)
     run = run_of(tmp_path)
-    assert run.status == "dead" == run.stage("policy").status
+    assert run.status == "killed" == run.stage("policy").status
     assert f"Process {dead_pid} is gone" in run.why and "resumes from the last checkpoint" in run.why
 
 
 def test_a_process_that_began_after_the_run_is_another_one(tmp_path):
     home = make_run(tmp_path)
     os.utime(home / "run.json", (START - 10**9, START - 10**9))  # long before this process was started
-    assert run_of(tmp_path).status == "dead"
+    assert run_of(tmp_path).status == "killed"
     assert process_lives(os.getpid(), time.time()) and not process_lives(os.getpid(), 1.0)
     assert not process_lives(-1, time.time()) and not process_lives(2**62, time.time())
 

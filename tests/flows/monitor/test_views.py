@@ -66,7 +66,7 @@ def test_overview_has_every_stage_with_its_numbers(tmp_path):
     assert line["avg"] == pytest.approx([0.2, 0.3, 0.5, 0.7, 0.9])
     assert (line["last"], chart["unit"], chart["x"], chart["range"]) == (
         pytest.approx(0.9),
-        "share",
+        "",
         "iteration",
         [0, 1],
     )
@@ -81,11 +81,11 @@ def test_the_head_says_what_runs_and_how_long_it_takes(tmp_path):
     assert head["left"] == pytest.approx(10.0)
 
 
-def test_a_dead_run_says_so_above_everything(tmp_path):
+def test_a_killed_run_says_so_above_everything(tmp_path):
     make_run(tmp_path, pid=2**30)
     found = view(Reader(tmp_path), Choice(), "tools")
-    assert found["head"]["status"] == "dead"
-    assert found["blocks"][0]["lines"][0] == "This run is dead."
+    assert found["head"]["status"] == "killed"
+    assert found["blocks"][0]["lines"][0] == "This run was killed."
     assert "is gone" in found["blocks"][0]["lines"][1]
     os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/metrics.jsonl", (START + 51, START + 51))
     os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/.tracking/events.jsonl", (START + 11, START + 11))

@@ -78,7 +78,9 @@ def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
 
 
 def test_a_further_up_with_other_options_is_refused(running):
-    with pytest.raises(SettingsError, match=r"--prefect-port: .* run with 4301, not 4200; `posttrain down` first"):
+    with pytest.raises(
+        SettingsError, match=r"--prefect-port: .* run with 4301, not 4200; `posttrain down --output .*` first"
+    ):
         up(running, {"prefect_port": 4200})
 
 
@@ -145,7 +147,9 @@ def test_a_server_that_is_up_but_does_not_answer_is_an_error_with_a_next_step(ru
         raise BackendError("connection refused")
 
     monkeypatch.setattr(connect, "check_api", silent)
-    with pytest.raises(BackendError, match=r"of `posttrain up` does not answer \(up\).*`posttrain status` says why"):
+    with pytest.raises(
+        BackendError, match=r"of `posttrain up` does not answer \(up\).*`posttrain status --output .*` says why"
+    ):
         connect.connect(running)
     connect.connect(running, prefect=False)  # MLflow alone: the tracker keeps what it cannot deliver
 

@@ -173,7 +173,7 @@ def test_the_lock_says_who_runs_not_the_file(tmp_path):
 
 
 def test_status_says_what_is_up_and_what_waits():
-    text = table(example(), now=1125.0)
+    text = table(example(), Path("outputs"), now=1125.0)
     lines = text.splitlines()
     assert lines[0] == f"up; supervisor: process {os.getpid()}; database: sqlite"
     assert lines[2].split() == ["mlflow", "up", str(os.getpid()), "2", "min", "0", "http://127.0.0.1:5000"]

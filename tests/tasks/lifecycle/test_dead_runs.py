@@ -117,7 +117,7 @@ def test_a_store_that_is_away_keeps_the_records(tmp_path):
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
     (found,) = close_dead_runs(tracking, tmp_path)
     assert found.waiting > 0
-    assert recorded_runs(tmp_path)[0].status == "stopped"
+    assert recorded_runs(tmp_path)[0].status == "killed"
 
 
 # posttrain resume

@@ -276,11 +276,11 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
-    said = collect(output, uri, keep=1)
+    said = collect(output, uri, keep=1).text()
     assert "would free" in said and "nothing was changed" in said and f"{pipeline.name} version 2" in said
     assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before and dropped.is_dir()
     assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
-    done = collect(output, uri, keep=1, delete=True)
+    done = collect(output, uri, keep=1, delete=True).text()
     assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
     assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
@@ -289,7 +289,7 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     left = [row.name for row in pipeline.tracking.list_runs() if row.tags.get("pipeline") == pipeline.name]
     assert f"{pipeline.name} · 2026-01-04 10:00:00" not in left and f"{pipeline.name} · 2026-01-02 10:00:00" in left
     assert (kept / "weights").is_file() and not dropped.exists()
-    assert collect(output, uri, keep=1).splitlines()[-1].startswith("would free 0 B")
+    assert collect(output, uri, keep=1).text().splitlines()[-1].startswith("would free 0 B")
 
 
 class Killed(BaseException):
@@ -346,7 +346,7 @@ def test_a_pipeline_that_runs_is_left_alone(pipeline):
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
     with FolderLock(pipeline.home / ".lock"):
-        said = collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
+        said = collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True).text()
     assert "skipped, a run is writing" in said
     assert (pipeline.home / "stages/policy" / ("a" * 16)).is_dir()
 

@@ -1,0 +1,134 @@
+"""`posttrain completion SHELL`: a script that completes commands, options, their choices, and shipped configs.
+
+The script is static, made from the parsers: the Tab key starts no Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tasks.shipped import config_names
+
+__all__ = ["SHELLS", "script"]
+
+SHELLS = ("bash", "zsh", "fish")
+_CONFIGS = ("CONFIG",)  # metavars of configurations
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Words of one command."""
+
+    path: tuple[str, ...]  # ("service", "key", "create")
+    about: str = ""
+    parts: dict[str, str] = field(default_factory=dict)  # commands below it, with a line about each
+    flags: dict[str, str] = field(default_factory=dict)
+    values: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of options that take one; () = a file
+    words: tuple[str, ...] = ()  # of arguments
+
+
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """Completion script of a shell."""
+    commands = list(_walk(parser, (), ""))
+    if shell == "fish":
+        return "\n".join(_fish(commands)) + "\n"
+    text = "\n".join(_bash(commands)) + "\n"
+    if shell == "bash":
+        return text
+    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + text
+
+
+def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...], about: str) -> Iterator[_Command]:
+    parts: dict[str, str] = {}
+    flags: dict[str, str] = {}
+    values: dict[str, tuple[str, ...]] = {}
+    words: list[str] = []
+    below: list[tuple[str, argparse.ArgumentParser]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            below = list(action.choices.items())
+            continue
+        known = tuple(map(str, action.choices or (config_names() if action.metavar in _CONFIGS else ())))
+        for option in action.option_strings:
+            flags[option] = action.help or ""
+            if action.nargs != 0:
+                values[option] = known
+        if not action.option_strings:
+            words += known
+    yield _Command(path, about, parts, flags, values, tuple(words))
+    for name, child in below:
+        yield from _walk(child, (*path, name), parts.get(name, ""))
+
+
+# ------------------------------------------------------------------------------------------------------- bash and zsh
+
+_BASH = """\
+_posttrain() {
+    local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}"
+    local name="" words="" number
+    for ((number = 1; number < COMP_CWORD; number++)); do
+        case "$name${name:+ }${COMP_WORDS[number]}" in
+            @PATHS@) name="$name${name:+ }${COMP_WORDS[number]}" ;;
+        esac
+    done
+    COMPREPLY=()
+    case "$name $previous" in
+@VALUES@
+    esac
+    case "$name" in
+@WORDS@
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}
+complete -o default -o bashdefault -F _posttrain posttrain
+"""
+
+
+def _bash(commands: list[_Command]) -> Iterator[str]:
+    paths = "|".join(f'"{" ".join(command.path)}"' for command in commands if command.path)
+    values, words = [], []
+    for command in commands:
+        name = " ".join(command.path)
+        for option, known in command.values.items():
+            chosen = f'COMPREPLY=($(compgen -W "{" ".join(known)}" -- "$current")); ' if known else ""
+            values.append(f'        "{name} {option}") {chosen}return ;;')
+        all_words = " ".join([*command.parts, *command.words, *command.flags])
+        words.append(f'        "{name}") words="{all_words}" ;;')
+    text = _BASH.replace("@PATHS@", paths).replace("@VALUES@", "\n".join(values)).replace("@WORDS@", "\n".join(words))
+    yield text.rstrip("\n")
+
+
+# --------------------------------------------------------------------------------------------------------------- fish
+
+
+def _fish(commands: list[_Command]) -> Iterator[str]:
+    names = [name for command in commands if not command.path for name in command.parts]
+    yield f"set -g __posttrain_commands {' '.join(names)}"
+    for command in commands:
+        where = _condition(command, commands)
+        for name, about in command.parts.items():
+            yield f"complete -c posttrain -f -n {where} -a {name} -d {_quoted(about)}"
+        for word in command.words:
+            yield f"complete -c posttrain -n {where} -a {word}"
+        for option, about in command.flags.items():
+            form = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
+            known = command.values.get(option)
+            more = "" if known is None else f" -x -a {_quoted(' '.join(known))}" if known else " -r"
+            yield f"complete -c posttrain -n {where} {form}{more} -d {_quoted(about)}"
+
+
+def _condition(command: _Command, commands: list[_Command]) -> str:
+    """fish's test of whether this command, and none below it, stands on the line."""
+    if not command.path:
+        return "'not __fish_seen_subcommand_from $__posttrain_commands'"
+    tests = [f"__fish_seen_subcommand_from {name}" for name in command.path]
+    if command.parts:
+        tests.append(f"not __fish_seen_subcommand_from {' '.join(command.parts)}")
+    return _quoted("; and ".join(tests))
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

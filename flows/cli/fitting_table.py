@@ -1,0 +1,64 @@
+"""The table of runs, in the width of the terminal; whole where the output is no terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from flows.cli.visible import visible
+
+__all__ = ["fitting_table"]
+
+_GAP = "  "
+_CUT = ("settings", "result")  # columns that may be cut, the first one first
+_LEAST = 12  # characters of a column that was cut
+
+Row = dict[str, str]
+
+
+def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """Rows with equal keys as aligned text.
+
+    In a terminal too narrow for it, links go below the table (that of the newest run alone), then goes the time of the
+    start, which stands in a run's name; then settings and results are cut.
+    Args:
+        width: columns; None = the terminal's, or no limit where standard output is none.
+    """
+    cells = [{name: visible(str(text)) for name, text in row.items()} for row in rows]
+    names = [name for name in rows[0] if any(row.get(name) for row in cells) or name in ("run", "status")]
+    width = _terminal() if width is None else width
+    below = []
+    if width is not None:
+        if _total(names, cells) > width and "page" in names:
+            names.remove("page")
+            below = ["", f"page of the newest: {cells[0]['page']}"]
+        if _total(names, cells) > width and "started" in names:
+            names.remove("started")
+        for name in _CUT:
+            if name in names and (over := _total(names, cells) - width) > 0:
+                cells = [{**row, name: _cut(row[name], max(_LEAST, _width(name, cells) - over))} for row in cells]
+    widths = [_width(name, cells) for name in names]
+    lines = [names, *([row.get(name, "") for name in names] for row in cells)]
+    return "\n".join([*(_line(line, widths) for line in lines), *below])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return _GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _terminal() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+
+
+def _width(name: str, cells: Sequence[Row]) -> int:
+    return max(len(name), *(len(row.get(name, "")) for row in cells))
+
+
+def _total(names: Sequence[str], cells: Sequence[Row]) -> int:
+    return sum(_width(name, cells) for name in names) + len(_GAP) * (len(names) - 1)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1].rstrip() + "…"

@@ -1,0 +1,100 @@
+"""Top of the overview: the numbers that matter now, or the results of a finished run; alarms; settings that differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flows.monitor.charts import duration, number, percent, table
+from flows.monitor.choice import Runs
+from flows.monitor.runs import RunView, StageView
+
+__all__ = ["alarms", "held_out", "settings_that_differ", "tiles"]
+
+_WINDOW = 10  # observations of a mean
+_SHOWN = 40  # settings
+_PLACES = ("output", "name", "tracking", "run")  # settings that decide nothing of what is computed
+
+
+def held_out(run: RunView, label: str) -> float | None:
+    """Success of a trained stage on held-out episodes, as the evaluation recorded it."""
+    series = next((s for stage in run.stages if (s := stage.table.series.get(f"eval/{label}/success_rate"))), None)
+    return series.last if series is not None else None
+
+
+def tiles(run: RunView, stage: StageView | None) -> dict[str, Any] | None:
+    """Results of a run that is over and was evaluated, else the numbers of its stage; None = there are none yet."""
+    items = _results(run) if run.is_over else []
+    items = items or (_now(stage) if stage is not None else [])
+    return {"kind": "tiles", "id": "headline", "items": items} if items else None
+
+
+def _results(run: RunView) -> list[dict[str, str]]:
+    rates = [(stage.label, rate) for stage in run.stages if (rate := held_out(run, stage.label)) is not None]
+    items = []
+    for index, (label, rate) in enumerate(rates):
+        change = f"{100 * (rate - rates[0][1]):+.1f} points over {rates[0][0]}" if index else "success, held out"
+        items.append({"label": label.replace("_", " "), "value": percent(rate), "sub": change.replace("_", " ")})
+    promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
+    if items and promote is not None:
+        decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
+        items.append({"label": "champion", "value": decision, "sub": promote.note, "title": promote.note})
+    return items
+
+
+def _now(stage: StageView) -> list[dict[str, str]]:
+    items = []
+    for label, name in (("success", "train/success_rate"), ("reward", "reward/mean"), ("KL", "policy/update_kl"),
+                        ("loss", "train/loss"), ("held-out loss", "eval/loss")):  # fmt: skip
+        series = stage.table.series.get(name)
+        if series is None or (name == "train/loss" and "reward/mean" in stage.table.series):
+            continue
+        values = series.arrays()[2]
+        now, first = float(values[-_WINDOW:].mean()), float(values[:_WINDOW].mean())
+        is_rate = name.endswith("_rate")
+        change = f"{100 * (now - first):+.1f} points" if is_rate else f"{now - first:+.3g}"
+        told = f"{change} since the start" if len(values) > _WINDOW else ""
+        items.append({"label": label, "value": percent(now) if is_rate else number(now), "sub": told, "title": name})
+    if stage.seconds_left is not None:
+        items.append({"label": "left in this stage", "value": duration(stage.seconds_left), "sub": ""})
+    return items
+
+
+def alarms(run: RunView) -> list[dict[str, Any]]:
+    """Notes about alarms that are on."""
+    found = []
+    for stage in run.stages:
+        series = stage.table.series.get("reward/alarm")
+        if series is not None and series.last > 0:
+            lines = [
+                f"Stage {stage.label.replace('_', ' ')}: the reward may be hacked.",
+                f"Since step {series.last_step:.0f} the total reward rises while success falls (reward/alarm).",
+            ]
+            found.append({"kind": "note", "id": f"alarm-{stage.label}", "tone": "bad", "lines": lines})
+    return found
+
+
+def settings_that_differ(runs: Runs) -> dict[str, Any] | None:
+    """Table of the settings in which the compared runs differ; None where nothing is compared or nothing differs."""
+    if len(runs) < 2:
+        return None
+    flat = [_flat(run.config) for run, _ in runs]
+    keys = dict.fromkeys(key for one in flat for key in one if key.split(".")[0] not in _PLACES)
+    differ = [key for key in keys if len({one.get(key, "-") for one in flat}) > 1]
+    if not differ:
+        return None
+    rows = [[key, *(one.get(key, "-") for one in flat)] for key in differ[:_SHOWN]]
+    heads = ["setting", *(f"{run.pipeline} {run.started_text}" for run, _ in runs)]
+    note = f"The first {_SHOWN} of {len(differ)}." if len(differ) > _SHOWN else ""
+    return table("settings", "Settings that differ", heads, rows, note)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = str(value)[:60]
+    return found

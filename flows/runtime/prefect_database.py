@@ -1,0 +1,108 @@
+"""Prefect's sqlite database, migrated once for each version of Prefect and then copied.
+
+A new output folder would otherwise run all of Prefect's migrations, which takes longer than many a run of a pipeline of
+which everything is cached. What is kept has tables and no rows but the number of the migration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from rl_core.errors import PosttrainError
+from rl_core.storage.faults import fault
+from rl_core.storage.own_files import cache_folder
+from rl_core.storage.single_files import adopt, make_folder, temporary_beside
+
+__all__ = ["keep_tables", "start_from_tables"]
+
+log = logging.getLogger(__name__)
+
+_KEPT = "alembic_version"  # the table with the number of the migration
+_ELSEWHERE = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_")  # beginnings of variables of another database
+
+
+def database_of(home: Path) -> Path:
+    """Database file of a Prefect home."""
+    return home / "prefect.db"
+
+
+def start_from_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Give a home without a database the kept tables; False where nothing was to be done. Never raises."""
+    path, kept = database_of(home), _place()
+    if kept is None or path.exists() or not _is_migrated(kept) or _is_elsewhere(environment):
+        return False
+    try:
+        make_folder(home)
+        with temporary_beside(path) as copy:
+            shutil.copyfile(kept, copy)
+            fault("prefect.copied")
+            if path.exists():  # another run was faster
+                return False
+            adopt(copy, path)
+        return True
+    except (OSError, PosttrainError) as error:
+        log.debug("Prefect makes its own tables: %s", error)
+        return False
+
+
+def keep_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Keep the tables of a home's database, which a server may have open, unless they are kept. Never raises."""
+    path, kept = database_of(home), _place()
+    if kept is None or _is_migrated(kept) or _is_elsewhere(environment) or not _is_migrated(path):
+        return False
+    try:
+        make_folder(kept.parent)
+        with temporary_beside(kept) as copy:
+            _copy_without_rows(path, copy)
+            fault("prefect.kept")
+            adopt(copy, kept)
+        return True
+    except (OSError, sqlite3.Error, PosttrainError) as error:
+        log.debug("Prefect's tables are not kept: %s", error)
+        return False
+
+
+def _place() -> Path | None:
+    """File of the kept tables; None where this user has no cache."""
+    try:
+        return cache_folder("prefect") / f"{version('prefect')}.db"
+    except (OSError, PosttrainError):
+        return None
+
+
+def _is_elsewhere(environment: Mapping[str, str]) -> bool:
+    return any(name.startswith(_ELSEWHERE) for name in environment)
+
+
+def _is_migrated(path: Path) -> bool:
+    """True = a database that has run its migrations."""
+    if not path.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return database.execute(f"SELECT count(*) FROM {_KEPT}").fetchone()[0] > 0
+    except sqlite3.Error:
+        return False
+
+
+def _copy_without_rows(path: Path, copy: Path) -> None:
+    with (
+        contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+        contextlib.closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+        target.execute("PRAGMA journal_mode = DELETE")  # one file
+        target.execute("PRAGMA foreign_keys = OFF")
+        names = target.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        for (name,) in names.fetchall():
+            if name != _KEPT:
+                target.execute(f'DELETE FROM "{name}"')
+        target.commit()
+        target.execute("VACUUM")

@@ -1,0 +1,63 @@
+"""Top of the live page: results, alarms, and settings that differ, by hand."""
+
+from types import SimpleNamespace
+
+from flows.monitor.headline import alarms, settings_that_differ, tiles
+from flows.monitor.runs import RunView, StageView
+from flows.monitor.series import SeriesTable
+
+
+def stage(label, *, note="", **metrics):
+    table = SeriesTable()
+    for name, values in metrics.items():
+        for step, value in enumerate(values, 1):
+            table.add({"step": step, "time": step * 1000, "metrics": {name.replace("__", "/"): value}})
+    return StageView(label, "finished", note=note, table=table)
+
+
+def run(*stages, status="finished", config=None):
+    return RunView("demo/x", "demo", "x", status, stages=list(stages), config=config or {})
+
+
+EVALUATED = stage("evaluate", eval__sft__success_rate=[0.5], eval__policy__success_rate=[0.75])
+
+
+def test_a_finished_run_shows_results_and_the_decision():
+    found = tiles(run(stage("sft"), stage("policy"), EVALUATED, stage("promote", note="version 2 promoted")), None)
+    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
+    assert told == [
+        ("sft", "50.0%", "success, held out"),
+        ("policy", "75.0%", "+25.0 points over sft"),
+        ("champion", "promoted", "version 2 promoted"),
+    ]
+    for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
+        refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
+        assert refused["items"][-1]["value"] == "not promoted"
+
+
+def test_a_run_that_trains_shows_success_its_change_reward_and_time():
+    rates = [0.25] * 10 + [0.5] * 10
+    policy = stage("policy", train__success_rate=rates, reward__mean=[1.0] * 20, train__loss=[3.0] * 20)
+    policy.seconds_left = 75.0
+    found = tiles(run(policy, status="running"), policy)
+    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
+    assert told == [
+        ("success", "50.0%", "+25.0 points since the start"),
+        ("reward", "1.000", "+0 since the start"),
+        ("left in this stage", "1 min 15 s", ""),
+    ]
+    assert tiles(run(status="running"), None) is None
+
+
+def test_an_alarm_about_the_reward_is_seen_while_it_is_on():
+    (note,) = alarms(run(stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
+    assert note["tone"] == "bad" and "Since step 3" in note["lines"][1]
+    assert alarms(run(stage("policy", reward__alarm=[0.0, 1.0, 0.0]))) == []
+
+
+def test_settings_of_compared_runs_that_differ():
+    one = run(config={"seed": 0, "output": "a", "stages": {"policy": {"lr": 0.1}, "sft": None}})
+    other = run(config={"seed": 0, "output": "b", "stages": {"policy": {"lr": 0.2}}})
+    pairs = [(one, SimpleNamespace()), (other, SimpleNamespace())]
+    assert settings_that_differ(pairs)["rows"] == [["stages.policy.lr", "0.1", "0.2"], ["stages.sft", "None", "-"]]
+    assert settings_that_differ(pairs[:1]) is None and settings_that_differ([pairs[0], pairs[0]]) is None

@@ -1,0 +1,64 @@
+"""The live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, chromium
+from helpers.monitor_runs import make_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here"),
+    pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]"),
+]
+# Right edge of what is laid out, and the number of columns of charts. What lies in a box that scrolls by itself may be
+# wider, and so may Gradio's copy of the tabs, which nobody sees and by which it measures them.
+LAYOUT = """(() => {
+  const shown = [...document.querySelectorAll('.pt-header *, #pt-controls *, .pt-panel *')]
+    .filter(e => e.offsetParent && !e.closest('.pt-scroll'));
+  const lefts = new Set([...document.querySelectorAll('.pt-panel .pt-chart')].filter(e => e.offsetParent)
+    .map(e => Math.round(e.getBoundingClientRect().left)));
+  const edge = Math.max(...shown.map(e => e.getBoundingClientRect().right));
+  return [edge, document.documentElement.scrollWidth, lefts.size];
+})()"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    output = tmp_path_factory.mktemp("widths") / "out"
+    make_run(output, status="FINISHED")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", "18862"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    yield process.stdout.readline().split()[1]
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [420, 600, 768, 900, 1024, 1400])
+def test_nothing_is_cut_off(address, width, dark):
+    with chromium.Chromium(address, (width, 1000), dark) as page:
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        edge, whole, columns = page.run(LAYOUT)
+        assert edge <= width and whole <= width
+        assert (columns == 1) == (width <= 900)
+        assert page.errors == []
+
+
+@pytest.mark.timeout(600)
+def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
+    with chromium.Chromium(f"{address}/?tab=curves") as page:
+        page.wait("!!document.querySelector('.pt-panel[data-tab=curves] .pt-block')")
+        assert page.wait("location.search.includes('tab=curves')")
+        page.run(
+            "[...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == 'System').click()"
+        )
+        assert page.wait("location.search.includes('tab=system')")

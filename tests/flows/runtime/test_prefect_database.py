@@ -1,0 +1,55 @@
+"""Tables of Prefect's database, kept and copied: no rows of anybody, never over a database that is there."""
+
+import os
+
+import pytest
+from helpers.prefect_tables import migrated, rows
+
+from flows.runtime.prefect_database import keep_tables, start_from_tables
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/posttrain/prefect"
+
+
+def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
+    migrated(tmp_path / "one", "secret")
+    assert keep_tables(tmp_path / "one", {}) and start_from_tables(tmp_path / "two", {})
+    (kept,) = cache.iterdir()
+    for path in (kept, tmp_path / "two/prefect.db"):
+        assert rows(path, "flow") == [] and rows(path, "alembic_version") == ["abc"]
+        assert b"secret" not in path.read_bytes()
+    assert rows(tmp_path / "one/prefect.db", "flow") == ["secret"]
+    assert os.listdir(tmp_path / "two") == ["prefect.db"]
+
+
+def test_nothing_is_done_twice_or_over_what_is_there(tmp_path, cache):
+    migrated(tmp_path / "one")
+    assert keep_tables(tmp_path / "one", {}) and not keep_tables(tmp_path / "one", {})
+    migrated(tmp_path / "two", "mine")
+    assert not start_from_tables(tmp_path / "two", {}) and rows(tmp_path / "two/prefect.db", "flow") == ["mine"]
+
+
+def test_another_database_is_left_to_prefect(tmp_path):
+    migrated(tmp_path / "one")
+    environment = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
+    assert not keep_tables(tmp_path / "one", environment)
+    assert keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", environment)
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\0" + b"x" * 500])
+def test_kept_tables_that_are_damaged_are_passed_over(tmp_path, cache, content):
+    migrated(tmp_path / "one")
+    keep_tables(tmp_path / "one", {})
+    (kept,) = cache.iterdir()
+    kept.write_bytes(content)
+    assert not start_from_tables(tmp_path / "two", {}) and not (tmp_path / "two/prefect.db").exists()
+    assert keep_tables(tmp_path / "one", {}) and start_from_tables(tmp_path / "two", {})
+
+
+def test_a_user_without_a_cache_does_without(tmp_path, monkeypatch):
+    migrated(tmp_path / "one")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one/prefect.db"))  # a file
+    assert not keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", {})

@@ -1,0 +1,89 @@
+"""Time left of a stage and of a run, and the lines and bars that tell it."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from flows.runtime.progress import Display
+from flows.runtime.time_left import TimeLeft, earlier_seconds
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_time_left_is_that_of_the_speed_since_the_stage_went_on():
+    clock = Clock()
+    left = TimeLeft(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
+    left.observe("policy", 40)  # resumed in the middle
+    clock.now = 10.0
+    assert left.of_stage("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
+    assert left.of_run("policy", 60, 100) == 50.0
+    assert left.of_stage("policy", 100, 100) == 0.0
+    assert left.of_stage("policy", 41, 100) is None  # one in a hundred says little
+    left.observe("sft", 0)
+    clock.now = 20.0
+    assert left.of_stage("sft", 50, 100) == 10.0
+    assert left.of_run("sft", 50, 100) is None  # nobody knows how long the policy takes
+    assert (left.place("policy"), left.place("own"), left.of_stage("own", 1, 2)) == ("2/3", "", None)
+
+
+def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
+    for key, seconds, when in (("old", 5.0, 100), ("new", 7.0, 200)):
+        folder = tmp_path / "sft" / key
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"seconds": seconds}))
+        os.utime(folder / "summary.json", (when, when))
+    (tmp_path / "policy" / "x").mkdir(parents=True)
+    (tmp_path / "policy" / "x" / "summary.json").write_text("{")
+    assert earlier_seconds(tmp_path, ["sft", "policy", "promote"]) == {"sft": 7.0}
+
+
+def printed(*, terminal: bool, width: int = 80) -> str:
+    text, clock = io.StringIO(), Clock()
+    left = TimeLeft(["sft", "policy"], {"policy": 90.0}, clock)
+    console = Console(file=text, force_terminal=terminal, width=width, no_color=True)
+    with Display(console=console, time_left=left) as display:
+        display("sft", 0, 100, "loss 2")
+        clock.now = 20.0
+        display._last.clear()
+        display("sft", 50, 100, "loss 1")
+        if terminal:
+            display._progress.refresh()
+    return text.getvalue()
+
+
+def test_lines_without_a_terminal_name_place_progress_time_and_numbers():
+    assert printed(terminal=False).splitlines() == [
+        "stage 1/2 sft: 0/100 · loss 2",
+        "stage 1/2 sft: 50/100 · 20 s left, run 2 min · loss 1",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_bar_stays_on_one_line_of_the_terminal(width):
+    lines = [
+        line for line in printed(terminal=True, width=width).replace("\r", "\n").split("\n") if "stage 1/2" in line
+    ]
+    assert lines and all(len(line.partition("stage")[2]) <= width + 20 for line in lines)
+    assert ("run 2 min" in lines[-1]) == (width > 60)
+
+
+def test_the_numbers_that_matter_are_told_in_their_order():
+    from rl_core.training.loop import headline
+
+    metrics = {
+        "train/loss": 0.5,
+        "policy/update_kl": 0.01234,
+        "reward/mean": 0.75,
+        "train/success_rate": 0.915,
+        "x": 1.0,
+    }
+    assert headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
+    assert headline({"train/loss": 0.5}) == "loss 0.5" and headline({}) == ""

@@ -1,0 +1,48 @@
+"""Prefect's word for a run that was stopped, in all flows; what failed stays failed."""
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+
+from flows.runtime.stopped_state import name_stopped
+from rl_core.errors import DataError, Stopped
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+def final_state(error: BaseException):
+    seen = []
+
+    @flow(name="stops", on_failure=[name_stopped], on_crashed=[name_stopped], persist_result=False)
+    def stops():
+        from prefect.runtime import flow_run
+
+        seen.append(flow_run.id)
+        raise error
+
+    with pytest.raises(type(error)):
+        stops()
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(seen[0]).state
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped by SIGTERM", 15), KeyboardInterrupt()])
+def test_a_stop_is_called_so(error):
+    state = final_state(error)
+    assert (state.name, state.type.value) == ("Stopped", "CANCELLED")
+    assert "stopped" in state.message
+
+
+def test_a_failure_is_called_so():
+    assert final_state(DataError("row 3")).name == "Failed"
+
+
+def test_every_flow_of_ours_says_it():
+    from flows.evaluate_champion import evaluate_champion
+    from flows.post_training import post_training
+    from flows.retrain import retrain
+    from flows.single_stage import compare_models, single_stage
+    from flows.sweep.conduct import sweep
+
+    for one in (post_training, retrain, evaluate_champion, single_stage, compare_models, sweep):
+        assert one.on_failure_hooks == [name_stopped] == one.on_crashed_hooks

@@ -1,0 +1,80 @@
+"""A `tasks.py`, `flows.py` or `rl_core.py` of the user's in the current folder, beside an editable installation."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+NAMES = ("tasks", "flows", "rl_core")
+# As setuptools' editable installation finds the packages: by a hook behind all folders of the path.
+EDITABLE = f"""
+import sys
+from importlib.util import spec_from_file_location
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in {NAMES}:
+            return spec_from_file_location(name, f"{ROOT}/{{name}}/__init__.py")
+
+sys.path[:] = [folder for folder in sys.path if folder != "{ROOT}"]
+own = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+sys.meta_path[:] = [*own, Finder]
+"""
+PARENT = """
+from flows.cli.main import find_own_code
+find_own_code()
+from rl_core.importing import child_import_path
+import os, subprocess
+done = subprocess.run(
+    [sys.executable, "-P", "-c", "import tasks.shipped, flows.cli.main, rl_core.errors, mine; print(tasks.__file__)"],
+    env={**os.environ, "PYTHONPATH": child_import_path()},
+)
+sys.exit(done.returncode)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    (tmp_path / "mine.py").write_text("")
+    return tmp_path
+
+
+def test_children_find_this_posttrain_and_the_users_own_modules(folder):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EDITABLE + PARENT], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(ROOT / "tasks/__init__.py")
+
+
+def test_servers_of_up_find_it_too(folder, monkeypatch):
+    from flows.operations.services import base_environment, client_environment
+    from flows.operations.state import Options
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "user:word")
+    environment = client_environment(folder / "outputs", "worker", Options(), "http://127.0.0.1:5000")
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    assert environment["PYTHONSAFEPATH"] == "1" == base_environment(folder, "prefect")["PYTHONSAFEPATH"]
+    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+
+
+def test_no_child_takes_the_current_folder_first():
+    """`python -m` does; `-P` or PYTHONSAFEPATH keeps it from that."""
+    in_safe_environments = {"flows/operations/services.py", "flows/operations/supervisor.py",
+                            "flows/operations/registration.py", "tasks/processes/launch.py"}  # fmt: skip
+    found = {
+        str(path.relative_to(ROOT))
+        for room in NAMES
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r'sys\.executable,\s+"-m"', path.read_text())
+    }
+    assert found <= in_safe_environments

@@ -1,0 +1,42 @@
+"""The column of the table of runs that says what was changed since the run before."""
+
+import json
+
+from tasks.pipeline.changed_settings import changed_settings
+from tasks.tracking.journal import LineLog, events_path
+
+
+def record(runs, started, settings):
+    folder = runs / started
+    folder.mkdir(parents=True)
+    log = LineLog(events_path(folder))
+    log.append({"op": "start", "time": 0, "name": started})
+    if settings is not None:
+        log.append({"op": "text", "time": 0, "name": "config.json", "text": json.dumps(settings)})
+    log.close()
+
+
+OLD = {"seed": 0, "output": "a", "stages": {"policy": {"learning_rate": 0.001, "iterations": 10}, "sft": {"epochs": 1}}}
+NEW = {"seed": 1, "output": "b", "stages": {"policy": {"learning_rate": 0.0003, "iterations": 10}, "sft": None}}
+
+
+def test_what_differs_from_the_run_before_is_told(tmp_path):
+    record(tmp_path, "2026-01-01", {"seed": 7})
+    record(tmp_path, "2026-01-02", OLD)
+    told = changed_settings(tmp_path, "2026-01-03", NEW)
+    assert told == "seed 0 → 1; learning_rate 0.001 → 0.0003; sft - → null; epochs 1 → -"
+    assert changed_settings(tmp_path, "2026-01-03", {**OLD, "output": "elsewhere"}).startswith("nothing: settings as")
+
+
+def test_there_is_nothing_to_compare_with(tmp_path):
+    assert changed_settings(tmp_path, "2026-01-01", NEW) == ""
+    record(tmp_path, "2026-01-01", None)  # it ended before its settings were recorded
+    assert changed_settings(tmp_path, "2026-01-02", NEW) == ""
+    record(tmp_path, "2026-01-03", OLD)
+    assert changed_settings(tmp_path, "2026-01-02", NEW) == ""  # a later one is not before
+
+
+def test_many_differences_are_counted(tmp_path):
+    record(tmp_path, "2026-01-01", {"stages": {str(number): 0 for number in range(9)}})
+    told = changed_settings(tmp_path, "2026-01-02", {"stages": {str(number): "x" * 50 for number in range(9)}})
+    assert told.startswith(f"0 0 → {'x' * 31}…; 1 0 → ") and told.endswith(" and 4 more") and len(told) < 300

@@ -1,0 +1,23 @@
+"""Words for the state of a run."""
+
+import pytest
+
+from tasks.run_status import run_status
+
+
+@pytest.mark.parametrize(
+    ("status", "tags", "word"),
+    [
+        ("RUNNING", {}, "running"),
+        ("FINISHED", {}, "finished"),
+        ("FINISHED", {"approval": "waiting"}, "waiting"),
+        ("FINISHED", {"approval": "approved", "interrupted": "long ago"}, "finished"),
+        ("FAILED", {"error": "x"}, "failed"),
+        ("KILLED", {}, "stopped"),
+        ("KILLED", {"interrupted": "process 3 is gone"}, "killed"),
+        ("KILLED", {"interrupted": ""}, "stopped"),
+        ("odd", {}, "failed"),
+    ],
+)
+def test_words(status, tags, word):
+    assert run_status(status, tags) == word
