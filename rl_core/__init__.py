@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         OnlineDriftSettings,
         OnlineGateSettings,
         OnlineLabelSettings,
+        OnlineServiceSettings,
         OnlineSettings,
         OnlineUpdateSettings,
         OptimizerSettings,
@@ -252,6 +253,7 @@ __all__ = [
     "OnlineDriftSettings",
     "OnlineGateSettings",
     "OnlineLabelSettings",
+    "OnlineServiceSettings",
     "OnlineSettings",
     "OnlineUpdateSettings",
     "RegexSettings",
@@ -289,7 +291,7 @@ _HOME = {
         "ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
-        "OnlineSettings OnlineUpdateSettings VotingSettings "
+        "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),

@@ -136,7 +136,7 @@ def check(case: Case, runner: Runner, root: Path) -> None:
         return
     said = [line for line in err.splitlines() if not line.startswith("posttrain: warning: ")]
     if said and said[0].startswith("usage: "):  # of the parser of arguments
-        said = [re.sub(r"^posttrain( \w+)?: error: ", "posttrain: ", line) for line in said if "error: " in line]
+        said = [re.sub(r"^posttrain( \w+)?: ", "posttrain: ", line) for line in said if line.startswith("posttrain")]
     assert said and all(LOGGED.match(line) for line in said[: _first(said)]), told
     assert sum(line.startswith("posttrain: ") for line in said) == 1, told
     assert 20 < len(err) < LONGEST_MESSAGE and SECRET not in err and "\0" not in err, told

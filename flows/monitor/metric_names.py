@@ -19,7 +19,7 @@ _LABELS = {
     "reward/mean": "Reward",
     "reward/std": "Spread of rewards",
     "policy/update_kl": "KL of the update",
-    "policy/reference_kl": "KL to the reference",
+    "policy/ref_kl": "KL to the reference",
     "policy/sampler_kl": "KL of sampler and trainer",
     "policy/entropy": "Entropy",
     "policy/clip_fraction": "Clipped tokens",

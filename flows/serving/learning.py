@@ -81,7 +81,7 @@ class LearningService:
         assert server.model is not None
         self.server = server
         path = self.folder.write_settings(self.settings)
-        own = [sys.executable, "-m", "flows.cli.main", "online"]
+        own = [sys.executable, "-P", "-m", "flows.cli.main", "online"]  # -P: nothing of the current folder
         if self.settings.service.standby:
             self.standby = Standby([*own, "standby", str(path), "--heartbeat"], self.folder.path / "standby.log")
         parts = ["worker"]

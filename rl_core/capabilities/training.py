@@ -81,13 +81,13 @@ def independent_rows(model: Any, device: str | None = None) -> Decision:
 def _independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if not (decision := training_forward(trunk, device)).allowed:
         yield f"its training passes are transformers' own: {decision.reason}"
-    with gemm.row_by_row():
-        products = gemm.load()
-    if products is None or norm_and_gate.load() is None or attention_kernel.load() is None:
-        yield "matrix products are not this project's compiled code here (no C compiler, or vectors of few numbers)"
     config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim
     if not attention_kernel.AttentionKernel.suits(head_dim):
         yield f"heads of {head_dim} dimensions are attended to by torch's kernel"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % norm_and_gate.WIDTH:
             yield f"{name} {getattr(config, name)} is no multiple of {norm_and_gate.WIDTH}"
+    with gemm.row_by_row():
+        products = gemm.load()
+    if products is None or norm_and_gate.load() is None or attention_kernel.load() is None:
+        yield "matrix products are not this project's compiled code here (no C compiler, or vectors of few numbers)"

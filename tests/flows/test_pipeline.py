@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -366,7 +367,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
     lines = []
     for line in child.stdout:
         lines.append(line)
-        if line.startswith("policy:"):
+        if re.match(r"stage \d+/\d+ policy\b", line):
             child.send_signal(signal.SIGTERM)
             break
     lines.append(child.communicate(timeout=60)[0])
@@ -402,7 +403,7 @@ def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
     lines = []
     for line in child.stdout:
         lines.append(line)
-        if line.startswith("policy:"):
+        if re.match(r"stage \d+/\d+ policy\b", line):
             os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to everyone in the group
             break
     # Were the server in the group, the client would ask it for minutes before it gave up.

@@ -65,7 +65,7 @@ def fake_spawn(command, environment, folder, log, **seconds):
 if __name__ == "__main__":
     spawn = supervisor.spawn
     supervisor.services, supervisor.spawn = fake_services, fake_spawn
-    report._pool_problem = lambda state, auth: ""
+    report._pool_problem = lambda state, output, auth: ""
     commands.COMMAND = (sys.executable, __file__)  # what a start in the background runs
     stopping.LAST_SECONDS = 0.3  # that a command has after SIGTERM; a supervisor has longer
     sys.exit(cli.main(sys.argv[1:]))

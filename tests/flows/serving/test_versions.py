@@ -94,7 +94,9 @@ def test_up_serves_a_pipeline_that_says_so(tmp_path):
     with pytest.raises(SettingsError, match=re.escape("serving: {}")):
         _to_serve(arguments)
     config.write_text(demo + "\nserving: {port: 9002}\n")
-    assert _to_serve(arguments) == {"serve": str(config), "serve_port": 9002}
+    assert _to_serve(arguments) == {"serve": str(config), "serve_port": 9002, "learn": 0}
+    config.write_text(demo + "\nserving: {port: 9002}\nonline: {}\n")
+    assert _to_serve(arguments)["learn"] == 1
     specs = services(tmp_path, Options(serve=str(config), serve_port=9002), Databases())
     assert [spec.name for spec in specs] == ["mlflow", "prefect", "worker", "serve"]
     assert specs[-1].port == 9002 and specs[-1].needs == "mlflow" and "--wait" in specs[-1].command

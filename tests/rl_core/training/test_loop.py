@@ -550,7 +550,7 @@ def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
         (3, {"eval/score": 0.25, "perf/eval_seconds": 1.0} | bad),
     ]
     assert "policy/update_kl, train/loss" in caplog.text
-    assert (tracker.done, tracker.total, tracker.message) == (3, 3, "train/loss 0.3333")
+    assert (tracker.done, tracker.total, tracker.message) == (3, 3, "loss 0.333")
 
 
 def test_the_time_of_a_checkpoint_is_told_by_the_next_iteration(tmp_path):
