@@ -14,9 +14,9 @@ from rl_core.api.policy import model_folder
 from rl_core.capabilities import decoding
 from rl_core.data.chat import ChatRenderer
 from rl_core.errors import SettingsError
+from rl_core.inference.request_slots import OpenSlots
 from rl_core.inference.served_rows import ServedRows
 from rl_core.inference.served_slots import ServedSlots
-from rl_core.inference.server_loop import OpenSlots
 from rl_core.models import causal_lm
 from rl_core.models.rotary import longest_sequence
 from rl_core.settings import ModelSettings, ServingSettings

@@ -208,7 +208,7 @@ class ChatRenderer:
         return (*self._bos_ids, *self._encode(self.encoder.once(lambda: self.template.text(self._fit(key)))))
 
     def _render_observation(self, key: _Key) -> tuple[int, ...]:
-        """Text after a placeholder assistant message and its end-of-turn token."""
+        """Text after a stand-in assistant message and its end-of-turn token."""
         opening: _Key = (("user", "U", ""), ("assistant", MARK, ""))
         after = self.encoder.once(lambda: self.template.text(self._fit(opening + key))).partition(MARK)[2]
         bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not

@@ -17,7 +17,7 @@ from rl_core.errors import DataError, SettingsError
 
 __all__ = ["MARK", "TemplateFacts", "control_pattern", "examine"]
 
-MARK = "Zq7MarkXw"  # placeholder message, located in the rendered text
+MARK = "Zq7MarkXw"  # message that is located in the rendered text
 _THOUGHT = "Zq7ThoughtXw"
 _TOOL, _ARGUMENT, _VALUE = "zq7_tool", "zq7_argument", "zq7value"
 _CALL_ID = "zq7call01"  # nine letters and digits, as Mistral's templates ask for

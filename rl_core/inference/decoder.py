@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
 from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedLinear, PackedOutputHead
 from rl_core.inference.sampling import draw
@@ -34,7 +34,7 @@ from rl_core.settings import SamplingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Decoder", "AppendedTokens"]
+__all__ = ["Decoder"]
 
 _HEAD = "lm_head"
 
@@ -48,21 +48,6 @@ def _names_of(layer: int) -> list[tuple[str, ...]]:
         (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
         (f"{mlp}.down_proj",),
     ]
-
-
-@dataclass(slots=True)
-class AppendedTokens:
-    """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
-
-    X extended slots; each row is padded to W = the longest.
-    """
-
-    slots_X: torch.Tensor  # int64 [X]
-    slots_E: torch.Tensor  # int64 [E], slot of each of the E = N - n tokens
-    rows_XW: torch.Tensor  # int64 [X, W], index among the N new tokens; padding repeats a real one
-    positions_XW: torch.Tensor  # int64 [X, W]
-    places_E: torch.Tensor  # int64 [E], flat indices into [X, W] of the E tokens
-    length: int  # attended prefix, the longest of these rows
 
 
 class Decoder:
@@ -283,7 +268,8 @@ class Decoder:
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
-        extended_mask = self._appended_mask(appended) if appended is not None else mask_n11L
+        group = self.query_heads // self.kv_heads
+        extended_mask = mask_n11L if appended is None else appended.mask(self._positions, self.dtype, group)
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
@@ -298,7 +284,8 @@ class Decoder:
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
                 x_NH = x_NH[:count]
             elif appended is not None:
-                extra_EE = self._attend_appended(layer, appended, extended_mask, qk_NhD, keys, values)
+                q_NQD = qk_NhD[:, : self.query_heads]
+                extra_EE = appended.attend(q_NQD, keys, values, extended_mask, layer.scale)
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
@@ -386,35 +373,3 @@ class Decoder:
             qk_NhD = torch.cat([q_NQD, k_NKD], dim=1)
         turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
-
-    def _attend_appended(
-        self,
-        layer: Layer,
-        appended: AppendedTokens,
-        mask_X1rL: torch.Tensor,
-        qk_NhD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of the E observation tokens over their own slots: [E, Q * D]."""
-        count, width = appended.rows_XW.shape
-        q_XWKGD = qk_NhD[appended.rows_XW.view(-1), : self.query_heads].view(
-            count, width, self.kv_heads, -1, self.head_dim
-        )
-        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, -1, self.head_dim)  # r = G * W rows
-        out_XKrD = functional.scaled_dot_product_attention(
-            q_XKrD,
-            keys[appended.slots_X, :, : appended.length],
-            values[appended.slots_X, :, : appended.length],
-            attn_mask=mask_X1rL,
-            scale=layer.scale,
-        )
-        out_XKGWD = out_XKrD.view(count, self.kv_heads, -1, width, self.head_dim)
-        out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
-        return out_SE[appended.places_E]
-
-    def _appended_mask(self, appended: AppendedTokens) -> torch.Tensor:
-        """Causal mask [X, 1, G * W, L] of the observation tokens, added to their scores."""
-        masked_XWL = self._positions[: appended.length] > appended.positions_XW[:, :, None]
-        mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
-        return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from rl_core.environments.step_pool import wait_for_any
-from rl_core.inference.decoder import AppendedTokens, Decoder
+from rl_core.inference.appended_tokens import AppendedTokens
+from rl_core.inference.decoder import Decoder
 from rl_core.inference.prompt_cache import PromptCache, prompt_of
 from rl_core.inference.sampling import RolloutSequence, penalized
 from rl_core.inference.slot_table import STEPS, SlotTable

@@ -19,7 +19,8 @@ from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn
 from rl_core.errors import NonFiniteTensor
-from rl_core.inference.decoder import AppendedTokens, Decoder
+from rl_core.inference.appended_tokens import AppendedTokens
+from rl_core.inference.decoder import Decoder
 from rl_core.inference.sampling import check_weights, log_probabilities
 from rl_core.inference.served_requests import Progress, ServedRequest, TopTokens
 from rl_core.inference.slot_table import STEPS, SlotTable

@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from rl_core.errors import DataError, OutOfMemory
+from rl_core.errors import OutOfMemory
 from rl_core.inference.fair_queue import FairQueue
+from rl_core.inference.request_slots import OpenSlots, RequestSlots
 from rl_core.inference.served_requests import (
     Cancelled,
     DeadlinePassed,
@@ -30,7 +30,7 @@ from rl_core.inference.served_requests import (
 )
 from rl_core.memory import first_line
 
-__all__ = ["LoopLimits", "LoopState", "RequestSlots", "ServerLoop"]
+__all__ = ["LoopLimits", "LoopState", "ServerLoop"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +39,6 @@ _LOOK_S = 0.25  # between two looks at deadlines and environments, where nothing
 _RECENT = 256  # ended requests that the rate is taken over
 _MOST_LATE = 1000  # deadlines of requests that have ended, above which they are forgotten
 _MOST_VERSIONS = 3  # sets of weights in memory; a newer one waits until the oldest has answered its requests
-
-
-class RequestSlots(Protocol):
-    """Interface of `ServedSlots` and `ServedRows`: the requests that one set of weights answers."""
-
-    capacity: int
-    free: int
-    is_empty: bool
-    requests: list[ServedRequest]
-    can_step: bool
-
-    def held(self) -> list[tuple[ServedRequest, int]]:
-        """Requests in slots, with the tokens sampled since they took them."""
-
-    def admit(self, requests: Sequence[ServedRequest]) -> None:
-        """Begin requests."""
-
-    def remove(self, request: ServedRequest) -> None:
-        """Free a request's slot."""
-
-    def park(self, request: ServedRequest) -> None:
-        """Free a request's slot and keep its place."""
-
-    def resume(self, request: ServedRequest) -> None:
-        """Take a parked request up again."""
-
-    def may_resume(self, request: ServedRequest) -> bool:
-        """False = a slot would be of no use to a parked request."""
-
-    def step(self) -> tuple[list[ServedRequest], list[Progress]]:
-        """One decoding step."""
-
-    def release(self) -> None:
-        """Let go of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +63,6 @@ class LoopState:
     parkings: int
     reloads: int
     ended_per_second: float
-
-
-OpenSlots = Callable[[Callable[[], None]], RequestSlots]  # is given `wake`; opens slots over weights
 
 
 @dataclass(slots=True)
@@ -403,9 +366,3 @@ class ServerLoop:
             self._parkings += 1
             with self._lock:
                 self._queue.put(request)
-
-
-def check_room(prompt: Sequence[int], context: int) -> None:
-    """Raise DataError for a prompt that leaves no room for a token."""
-    if not 0 < len(prompt) < context:
-        raise DataError(f"the prompt has {len(prompt)} tokens, of a context of {context}; it needs room for an answer")

@@ -14,7 +14,8 @@ import torch
 from rl_core.cpu.fused_decode import SlotStates
 from rl_core.environments.step_pool import NewContext, Observation, PendingTurn
 from rl_core.errors import OutOfMemory
-from rl_core.inference.decoder import AppendedTokens, Decoder
+from rl_core.inference.appended_tokens import AppendedTokens
+from rl_core.inference.decoder import Decoder
 from rl_core.inference.sampling import RolloutSequence, check_logprob, check_observation, uniforms
 from rl_core.memory import MemoryFit, first_line, is_out_of_memory, note_out_of_memory
 

@@ -36,7 +36,7 @@ def setting(
     if isinstance(default, ModelDefault):
         metadata["by_model"] = default
         doc = f"{doc}; left out: {default.words()}"
-        default = default.placeholder()
+        default = default.stand_in()
     metadata["doc"] = doc
     if is_code:
         metadata["code"] = True

@@ -31,7 +31,7 @@ class ModelDefault:
             return min(value, max(1, context // 2))
         return value
 
-    def placeholder(self) -> float:
+    def stand_in(self) -> float:
         """The preset's value, told apart from the same value when a user sets it."""
         assert self.preset is not None
         return _OpenInt(self.preset) if isinstance(self.preset, int) else _OpenFloat(self.preset)
