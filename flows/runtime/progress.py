@@ -85,7 +85,7 @@ class Display:
         """Update the progress of a stage."""
         if self.quiet:
             return
-        self._time_left.observe(stage, done)
+        self._time_left.observe(stage, done, total)
         if not self.live:
             self._line(stage, done, total, message)
             return

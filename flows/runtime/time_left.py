@@ -27,17 +27,18 @@ class TimeLeft:
     ) -> None:
         """stages: of the run, in order. earlier: seconds that they took in an earlier run, where that is known."""
         self.stages, self._earlier, self._clock = list(stages), dict(earlier or {}), clock
-        self._begun: dict[str, tuple[float, int]] = {}  # when a stage was first heard of, and how far it was then
+        self._begun: dict[str, tuple[float, int, int]] = {}  # when counting to a total began, from where, and the total
 
-    def observe(self, stage: str, done: int) -> None:
-        """Take in the progress of a stage."""
-        self._begun.setdefault(stage, (self._clock(), done))
+    def observe(self, stage: str, done: int, total: int) -> None:
+        """Take in the progress of a stage. Another total is another count (pairs, then steps): its speed is its own."""
+        if stage not in self._begun or self._begun[stage][2] != total:
+            self._begun[stage] = (self._clock(), done, total)
 
     def of_stage(self, stage: str, done: int, total: int) -> float | None:
         """Seconds; None where it cannot be told yet."""
         if stage not in self._begun or total <= 0 or done >= total:
             return 0.0 if total > 0 and done >= total else None
-        began, first = self._begun[stage]
+        began, first, _ = self._begun[stage]
         passed, share = self._clock() - began, (done - first) / total
         if passed < _LEAST_SECONDS or share < _LEAST_SHARE:
             return None

@@ -21,17 +21,28 @@ class Clock:
 def test_time_left_is_that_of_the_speed_since_the_stage_went_on():
     clock = Clock()
     left = TimeLeft(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
-    left.observe("policy", 40)  # resumed in the middle
+    left.observe("policy", 40, 100)  # resumed in the middle
     clock.now = 10.0
     assert left.of_stage("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
     assert left.of_run("policy", 60, 100) == 50.0
     assert left.of_stage("policy", 100, 100) == 0.0
     assert left.of_stage("policy", 41, 100) is None  # one in a hundred says little
-    left.observe("sft", 0)
+    left.observe("sft", 0, 100)
     clock.now = 20.0
     assert left.of_stage("sft", 50, 100) == 10.0
     assert left.of_run("sft", 50, 100) is None  # nobody knows how long the policy takes
     assert (left.place("policy"), left.place("own"), left.of_stage("own", 1, 2)) == ("2/3", "", None)
+
+
+def test_a_stage_that_counts_something_else_has_a_new_speed():
+    clock = Clock()
+    left = TimeLeft(["reward_model"], clock=clock)
+    left.observe("reward_model", 0, 6000)  # pairs
+    clock.now = 100.0
+    left.observe("reward_model", 0, 300)  # steps
+    clock.now = 110.0
+    left.observe("reward_model", 100, 300)
+    assert left.of_stage("reward_model", 100, 300) == 20.0
 
 
 def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
