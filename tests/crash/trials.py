@@ -71,6 +71,7 @@ class Bench:
         self.order: dict[str, list[str]] = {}  # points by the time of their last hit
         self.seconds: dict[str, float] = {}
         self.parents: dict[str, int] = {}  # number of parent runs after an undisturbed run
+        self.left: set[str] = set()  # left over by the kill that a template ended with
         self.began_with = ""  # start time of the newest run of the template
         self.seen: set[str] = set()  # points that any run reached
 
@@ -119,6 +120,8 @@ class Bench:
         self._clear()
         if template is not None:
             shutil.copytree(template, self.output, symlinks=True, dirs_exist_ok=True)
+        began_killed = (starts := KINDS[kind].starts) in KINDS and KINDS[starts].ended
+        self.left = set(leftovers(self.output, self.temporary)) if began_killed else set()
         record = self.output / "small" / "run.json"
         self.began_with = json.loads(record.read_text())["started"] if record.exists() else ""
 
@@ -220,7 +223,7 @@ class Bench:
         return next((when - ended.began for when, name in names if name == "stage.tracked"), None)
 
     def _odd(self, kind: str, ended: Ended) -> list[str]:
-        found = [f"left over: {name}" for name in leftovers(self.output, self.temporary)]
+        found = [f"left over: {name}" for name in leftovers(self.output, self.temporary) if name not in self.left]
         found += [f"outlived its parent: {name}" for name in ended.orphans]
         problems = problems_of_store(self.output, self.parents.setdefault(kind, count_parents(self.output)))
         began_killed = KINDS[starts].ended if (starts := KINDS[kind].starts) in KINDS else ""
