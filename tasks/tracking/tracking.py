@@ -295,4 +295,5 @@ def _place(text: str, sentence: str) -> int:
     """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
     if (found := text.find(sentence)) >= 0:
         return found
+    text = text.removesuffix(" …")
     return next((place for place in range(len(text) - LEAST + 1) if sentence.startswith(text[place:])), -1)

@@ -103,7 +103,7 @@ class ReplayBuffer:
         )
         # checkpoints from before temperatures were stored hold log-probs at temperature 1
         temperatures = state.get("temperatures", [1.0] * len(state["rewards"]))
-        starts = map(tuple, state.get("context_starts", [()] * len(state["rewards"])))
+        starts = map(tuple, state["context_starts"])
         samples = iter(
             Sample(
                 TrainRow(prompt, completion, mask, sampler_logprobs, temperature, contexts),

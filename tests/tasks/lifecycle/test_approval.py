@@ -162,12 +162,13 @@ def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, 
     assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
 
 
-def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model, tmp_path):
+@pytest.mark.parametrize("end", ["", " …"])
+def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model, tmp_path, end):
     """Of a cut result too, and as often as it is noted."""
     with tracking.start_run("demo", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
         request = asking(tracking, model, run="demo", run_id=run_id)
-        run.set_tags({"result": f"policy 50%; {request.outcome}"[:40]})
+        run.set_tags({"result": f"policy 50%; {request.outcome}"[:40].rstrip() + end})
         run.set_description(f"| promote | {request.outcome} |")
         run.flush(20)
     faults.configure("approval.settled:1:raise")
