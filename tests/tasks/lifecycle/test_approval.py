@@ -162,7 +162,7 @@ def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, 
     assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
 
 
-@pytest.mark.parametrize("end", ["", " …"])
+@pytest.mark.parametrize("end", ["", " …"], ids=["cut", "ellipsis"])
 def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model, tmp_path, end):
     """Of a cut result too, and as often as it is noted."""
     with tracking.start_run("demo", tmp_path / "run") as run:
