@@ -65,6 +65,7 @@ def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distr
     check_experience(found, vocab_size=11, max_tokens=100)
     assert found.recorded[0].ids_TK.tolist() == [[4, 3], [0, 0], [5, 3]]
     assert found.vote.answer == "red" and found.rollouts[0].reward == 1.0
+    assert (found.vote.ballots[0].logprob, found.vote.ballots[0].num_tokens) == (-1.0, 2)  # of what the policy wrote
 
 
 @pytest.mark.parametrize(

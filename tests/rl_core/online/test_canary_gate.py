@@ -120,6 +120,18 @@ def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(tmp_path,
     assert played["versions"] == [20, 10, 0]
 
 
+def test_a_candidate_that_is_worse_than_the_champion_alone_is_rejected(tmp_path, snapshots, played):
+    snapshots.point_to(10)
+    publish(snapshots, 20)
+    played["failing"] |= {10, 20}  # as bad as the live one, which is worse than the champion
+    gate = make_gate(tmp_path)
+    holds(gate, 20)
+    while gate.gate.version is not None:
+        gate.step()
+    last = gate.decisions[-1]
+    assert (last["verdict"], last["difference_live"], last["difference_champion"]) == ("rejected", 0.0, -1.0)
+
+
 def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up(tmp_path, snapshots, played):
     (tmp_path / "snapshots" / "snapshot-00000010" / "weights.safetensors").write_bytes(b"torn")
     gate = make_gate(tmp_path)

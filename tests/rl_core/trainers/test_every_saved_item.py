@@ -54,8 +54,17 @@ EXCEPTIONS = {
 # The monitor of rewards as it was at a stage's entry: "grpo rewards" tries the present one.
 MONITORED = "trainer/entries/*/extra/rewards/watch/"
 
-# Where each pair or rollout is a micro-batch of its own, for the sake of its dropout masks, nothing can be cut.
-ROW_BY_ROW = {"optimizer_step/max_tokens": ("dpo", "dpo lora", "grpo lora")}
+# What a scenario has no use for. max_tokens: where each pair or rollout is a micro-batch of its own, for the sake of its
+# dropout masks, nothing can be cut. rollouts_played: of the entropy bonus, which a distillation does not have. Others: of
+# an iteration that the rollback right behind it undoes; "grpo" tries them.
+UNUSED = {
+    "optimizer_step/max_tokens": ("dpo", "dpo lora", "grpo lora"),
+    "trainer/rollouts_played": ("distill",),
+    "optimizer_step/optimizer/state/*/exp_avg": ("grpo rollback",),
+    "optimizer_step/optimizer/state/*/exp_avg_sq": ("grpo rollback",),
+    "optimizer_step/optimizer/state/*/step": ("grpo rollback",),
+    "trainer/orders/high/epoch": ("grpo rollback",),
+}
 
 # What only one scenario of policy gradients has in use.
 ELSEWHERE = {
@@ -209,7 +218,7 @@ def unnoticed(name, every=False):
             kind.startswith(part) and name != other for part, other in ELSEWHERE.items()
         ):
             continue
-        if name in ROW_BY_ROW.get(kind, ()):
+        if name in UNUSED.get(kind, ()):
             continue
         if not every and kind in seen:
             continue
