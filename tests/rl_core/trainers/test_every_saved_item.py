@@ -54,9 +54,9 @@ EXCEPTIONS = {
 # The monitor of rewards as it was at a stage's entry: "grpo rewards" tries the present one.
 MONITORED = "trainer/entries/*/extra/rewards/watch/"
 
-# What a scenario has no use for. max_tokens: where each pair or rollout is a micro-batch of its own, for the sake of its
-# dropout masks, nothing can be cut. rollouts_played: of the entropy bonus, which a distillation does not have. Others: of
-# an iteration that the rollback right behind it undoes; "grpo" tries them.
+# What a scenario has no use for. max_tokens: where each pair or rollout is a micro-batch of its own, for the sake of
+# its dropout masks, nothing can be cut. rollouts_played: of the entropy bonus, which a distillation does not have.
+# Others: of an iteration that the rollback right behind it undoes; "grpo" tries them.
 UNUSED = {
     "optimizer_step/max_tokens": ("dpo", "dpo lora", "grpo lora"),
     "trainer/rollouts_played": ("distill",),
