@@ -17,7 +17,6 @@ from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
 from rl_core.errors import SettingsError, nearest
 from tasks.run_status import run_status
-from tasks.tracking.tracking import RESULT_CHARACTERS
 
 __all__ = ["Reader"]
 
@@ -95,7 +94,7 @@ class Reader:
             modified=modified,
             pid=int(record.get("pid") or 0),
             run_id=str(shipped.get("run_id") or ""),
-            result=_shortened(events.tags.get("result", "")),
+            result=events.tags.get("result", ""),
             config=events.texts.get("config.json", {}),
         )
 
@@ -280,14 +279,9 @@ def _stored_head(run: MlflowRunRow) -> RunView:
         ended=run.ended or 0.0,
         modified=run.ended or run.started,
         run_id=run.run_id,
-        result=_shortened(run.tags.get("result", "")),
+        result=run.tags.get("result", ""),
         source="mlflow",
     )
-
-
-def _shortened(result: str) -> str:
-    """The tag `result`; one that was cut at its greatest length ends with a whole word and an ellipsis."""
-    return f"{result[:RESULT_CHARACTERS].rpartition(' ')[0]} …" if len(result) >= RESULT_CHARACTERS else result
 
 
 def _folders(path: Path) -> list[Path]:

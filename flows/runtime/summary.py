@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from tasks.tracking import result_text
+
 if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_table"]
-
-HEADLINE = 250  # characters
 
 
 def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
@@ -121,8 +121,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """One-line summary: success of the trained models, and the gate's decision."""
     parts = [f"{row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
     parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
-    text = "; ".join(parts or [str(row["note"]) for row in rows[-1:]])
-    return text if len(text) <= HEADLINE else text[: HEADLINE - 2].rpartition(" ")[0] + " …"
+    return result_text("; ".join(parts or [str(row["note"]) for row in rows[-1:]]))
 
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -40,7 +40,7 @@ from rl_core.importing import child_import_path
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.lifecycle.dead_runs import close_dead_runs
-from tasks.tracking import RunTracker, Tracking
+from tasks.tracking import RunTracker, Tracking, result_text
 
 __all__ = ["SweepResult", "run_sweep", "sweep"]
 
@@ -333,7 +333,7 @@ class _Sweep:
 
     def _publish(self, run: RunTracker, rows: list[dict[str, Any]], choice: SweepChoice | None, verdict: str) -> None:
         run.set_description(markdown(rows, self.plan, verdict))
-        run.set_tag("result", verdict[:250])
+        run.set_tag("result", result_text(verdict))
         for name in FILES:
             run.log_artifact(self.home / name, "sweep")
         metrics = {"sweep/trials": float(len(self.record.outcomes))}

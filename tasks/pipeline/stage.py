@@ -43,7 +43,7 @@ from tasks.pipeline.stage_folder import REWARD_RECORD, KeyedStage, damaged_lines
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import recover_events, run_in_workers
 from tasks.stage_registry import entry
-from tasks.tracking import RunTracker, read_metrics
+from tasks.tracking import RunTracker, read_metrics, result_text
 
 if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
@@ -211,7 +211,7 @@ def _compute(
             tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
-            tracker.set_tag("result", str(summary["note"])[:250])
+            tracker.set_tag("result", result_text(str(summary["note"])))
         write_json_atomic(stage.folder / "summary.json", summary)
         fault("stage.summarised")
     fault("stage.closed")

@@ -27,7 +27,7 @@ from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.sink import PARENT
 from tasks.tracking.store import default_uri, offline_environment
 from tasks.tracking.tracking import RunRow, Tracking
-from tasks.tracking.values import VersionOf, environment_freeze, flatten
+from tasks.tracking.values import VersionOf, environment_freeze, flatten, result_text
 
 __all__ = [
     "PARENT",
@@ -50,6 +50,7 @@ __all__ = [
     "list_runs",
     "offline_environment",
     "read_metrics",
+    "result_text",
     "run_records",
     "runs_below",
 ]

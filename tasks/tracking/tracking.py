@@ -15,13 +15,12 @@ from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
 from tasks.tracking.store import Cost, Store
-from tasks.tracking.values import VersionOf
+from tasks.tracking.values import ELLIPSIS, VersionOf, result_text
 
 __all__ = ["RunRow", "Tracking"]
 
 log = logging.getLogger(__name__)
 
-RESULT_CHARACTERS = 250  # of the tag `result`, which the runs table shows
 LEAST = 12  # characters by which a sentence is known that was cut off
 
 
@@ -220,7 +219,7 @@ class Tracking:
             found = self.store.client.get_run(run_id).data.tags
             result, note = found.get("result", ""), found.get("mlflow.note.content", "")
             changed = dict(tags)
-            changed["result"] = _reworded(result, old, new, new)[:RESULT_CHARACTERS]
+            changed["result"] = result_text(_reworded(result, old, new, new))
             if note:
                 changed["mlflow.note.content"] = _reworded(note, old, new, f"{new}\n\n{note}")
             for key, value in changed.items():
@@ -295,5 +294,5 @@ def _place(text: str, sentence: str) -> int:
     """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
     if (found := text.find(sentence)) >= 0:
         return found
-    text = text.removesuffix(" …")
+    text = text.removesuffix(ELLIPSIS)
     return next((place for place in range(len(text) - LEAST + 1) if sentence.startswith(text[place:])), -1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
-__all__ = ["VersionOf", "environment_freeze", "flatten", "metric_name", "param_name", "pinned"]
+__all__ = ["VersionOf", "environment_freeze", "flatten", "metric_name", "param_name", "pinned", "result_text"]
 
 
 class VersionOf(NamedTuple):
@@ -24,6 +24,13 @@ class VersionOf(NamedTuple):
 
 MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
 MAX_NAME = 250
+MAX_RESULT = 250  # characters of the tag `result`, which the runs table shows
+ELLIPSIS = " …"
+
+
+def result_text(text: str) -> str:
+    """The text as the tag `result`: where it is too long, it is cut behind a word."""
+    return text if len(text) <= MAX_RESULT else text[: MAX_RESULT - len(ELLIPSIS)].rpartition(" ")[0] + ELLIPSIS
 
 
 def metric_name(name: str) -> str:

@@ -278,11 +278,3 @@ def test_reading_and_drawing_load_neither_gradio_nor_torch_nor_mlflow():
     loaded = set(done.stdout.split())
     assert "flows.monitor.reader" in loaded
     assert not {"gradio", "torch", "mlflow", "prefect", "fastapi"} & loaded
-
-
-def test_a_result_that_was_cut_ends_with_a_word():
-    from flows.monitor.reader import _shortened
-
-    assert _shortened("version 2 promoted") == "version 2 promoted"
-    cut = _shortened(("promoted: " + "gain " * 60)[:250])
-    assert cut.endswith("gain …") and len(cut) <= 252

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.tracking.store import Store, default_uri, short, without_password
-from tasks.tracking.values import MAX_VALUE, environment_freeze, flatten, metric_name, pinned
+from tasks.tracking.values import MAX_RESULT, MAX_VALUE, environment_freeze, flatten, metric_name, pinned, result_text
 
 
 @dataclass
@@ -97,3 +97,9 @@ def test_where_the_store_is(tmp_path, monkeypatch):
 
 def test_numbers_stay_numbers():
     assert flatten({"a": math.inf})["a"] == "Infinity"
+
+
+def test_a_long_result_ends_with_a_whole_word():
+    assert result_text("version 2 promoted") == "version 2 promoted"
+    cut = result_text("promoted: " + "gain " * 60)
+    assert cut.endswith("gain …") and len(cut) <= MAX_RESULT
