@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/json_records.py
 
-.PHONY: help setup demo test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo readme-pictures test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ setup: $(STAMP)  ## virtual environment with pinned dependencies, editable insta
 
 demo: $(STAMP)  ## run the main job: configs/demo.yaml
 	$(BIN)/posttrain run configs/demo.yaml
+
+readme-pictures: $(STAMP)  ## README's results and pictures, from one fresh run of the demo
+	$(BIN)/python docs/tools/readme_pictures.py
 
 test: $(STAMP)  ## the test suite (12 to 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'

@@ -66,7 +66,7 @@ class Box(rl_core.Environment):
         return rl_core.Demonstration(messages, level, "box", seed, success=answer == episode.target)
 
 
-def main(output=None, iterations=25):
+def main(output=None, iterations=60):
     environment = Box()
     rows = [
         {"messages": environment.demonstration(environment.seeds_of("train", level)[number], level).messages}
@@ -75,14 +75,16 @@ def main(output=None, iterations=25):
     ]
     texts = [message["content"] for row in rows for message in row["messages"]]
     model = rl_core.create_policy(texts, rl_core.ModelSettings(preset="nano", vocab_size=300, context=64))
-    rl_core.sft(model, rows, settings=rl_core.SFTSettings(epochs=30, learning_rate=5e-3, batch_size=32)).run()
+    rl_core.sft(model, rows, settings=rl_core.SFTSettings(epochs=30, learning_rate=2e-3, batch_size=32)).run()
     sampling = rl_core.SamplingSettings(max_completion_tokens=32, max_turns=3)
     plays = rl_core.EvaluationSettings(episodes=100, sampling=sampling)
     before = rl_core.evaluate(model, environment, settings=plays)
     trainer = rl_core.grpo(
         model=model,
         environment=environment,
-        settings=rl_core.PolicySettings(iterations=iterations, learning_rate=2e-3, sampling=sampling),
+        settings=rl_core.PolicySettings(
+            iterations=iterations, prompts_per_iteration=32, learning_rate=4e-3, sampling=sampling
+        ),
         tracker="terminal",
         output=output,
     )

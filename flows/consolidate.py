@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from flows.online.learning_folder import read_service
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
@@ -31,6 +31,7 @@ from rl_core.storage.manifest import digest_file, read_manifest
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.config.own_stages import load_own_stages
 from tasks.config.settings import OwnStageSettings, StagesSettings
+from tasks.lifecycle.approval import SUPERSEDED, read
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["ConsolidationResult", "LiveSnapshot", "consolidate", "live_snapshot", "run_consolidation"]
@@ -89,9 +90,15 @@ def live_snapshot(root: Path, versions: list[ModelVersion]) -> LiveSnapshot | st
     folder = snapshots.path(live)
     manifest = read_manifest(folder)
     digest = digest_file(folder / "weights.safetensors")
-    if any(version.tags.get("online.weights_sha256") == digest for version in versions):
+    if any(version.tags.get("online.weights_sha256") == digest and not _is_superseded(version) for version in versions):
         return f"snapshot {live} of {path} is registered already"
     return LiveSnapshot(path, facts, live, digest, dict(manifest.get("facts", {})))
+
+
+def _is_superseded(version: ModelVersion) -> bool:
+    """True = another version became champion while this one waited for approval: it is compared again."""
+    request = read(version)
+    return request is not None and request.state == SUPERSEDED
 
 
 def settings_of(settings: PipelineSettings, found: LiveSnapshot) -> PipelineSettings:
@@ -117,7 +124,8 @@ def settings_of(settings: PipelineSettings, found: LiveSnapshot) -> PipelineSett
 
 
 def _run_name() -> str:
-    return f"consolidate {pipeline_name(flow_run.parameters['settings'])}"
+    name, overrides = pipeline_name(flow_run.parameters["settings"]), flow_run.parameters.get("overrides")
+    return " · ".join(filter(None, (f"consolidate {name}", told_overrides(overrides))))
 
 
 @flow(

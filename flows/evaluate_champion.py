@@ -7,17 +7,15 @@ a retraining on it.
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.parameters import PipelineForm, pipeline_name, read_settings, told_overrides
 from flows.post_training import execute
 from flows.runtime.pipeline_result import PipelineResult
 from flows.runtime.stopped_state import name_stopped
@@ -26,6 +24,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, judge, note_check, settings_of_check
+from tasks.pipeline.prefect_artifacts import publish_page
 from tasks.pipeline.record import finished_run
 from tasks.stages.evaluate import read_evaluation
 from tasks.stages.promote import figure_tags
@@ -49,7 +48,9 @@ class CheckResult:
 
 
 def _run_name() -> str:
-    return f"evaluate champion {pipeline_name(flow_run.parameters['settings'])}"
+    overrides = told_overrides(flow_run.parameters.get("overrides"))
+    name = pipeline_name(flow_run.parameters["settings"])
+    return " · ".join(filter(None, (f"evaluate champion {name}", overrides)))
 
 
 @flow(
@@ -103,7 +104,8 @@ def _check(settings: PipelineSettings) -> CheckResult:
         message = f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"
     else:
         message = f"{subject} {'got worse' if verdict.regressed else 'is as good as it was'}: {verdict}"
-    _publish(settings, message, pipeline)
+    text = f"## {settings.name}: champion\n\n**{message}**\n\n{pipeline.page}"
+    publish_page(f"{settings.name}-champion", text, message, before=pipeline.artifact)
     if verdict is not None and verdict.regressed:
         announce(name, champion, verdict)
     return CheckResult(message, verdict is not None and verdict.regressed, champion.version, pipeline)
@@ -124,12 +126,3 @@ def announce(name: str, champion: ModelVersion, verdict: ChampionVerdict) -> Non
             "text": str(verdict),
         },
     )
-
-
-def _publish(settings: PipelineSettings, message: str, pipeline: PipelineResult) -> None:
-    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-champion".lower()).strip("-")
-    text = f"## {settings.name}: champion\n\n{message}\n\n[MLflow run]({pipeline.run_url})"
-    try:
-        create_markdown_artifact(text, key=key, description=message[:250])
-    except Exception as error:  # artifacts are informational: a failure to write one must not fail the flow
-        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)

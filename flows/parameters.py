@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.main_settings import main_overrides
 from flows.runtime.deployed_runs import check_changes, declared_parameters
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import fault
@@ -19,7 +20,7 @@ from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.shipped import find_config, shipped
 
-__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings", "told_overrides"]
+__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings", "told_changes", "told_overrides"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,21 @@ def _with_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
     return {**settings, "environment": whole["environment"]} if same else settings
 
 
-def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None) -> PipelineSettings:
+def read_settings(
+    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None, main: Any = None
+) -> PipelineSettings:
     """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
+
+    `main`: the form of the settings that are changed most (`flows/main_settings.py`); `overrides` come after it.
 
     In a deployment's run they may differ from the declared ones in some keys only (`flows/runtime/deployed_runs.py`),
     which is looked at before anything that they name is imported.
     Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
     settings = _with_secrets(settings)
-    if (declared := declared_parameters()) is not None:
+    declared = declared_parameters()
+    overrides = [*main_overrides(main, (declared or {}).get("main")), *(overrides or ())]
+    if declared is not None:
         check_changes(_read(settings, overrides, import_code=False), _base(settings, declared))
         fault("deployment.checked")
     return _read(settings, overrides, import_code=True)
@@ -98,6 +105,14 @@ def pipeline_name(settings: Mapping[str, Any] | str) -> str:
 
 _PLACES = ("run.", "output", "tracking.", "threads")  # overrides that decide nothing of what is computed
 _TOLD = 3  # overrides in a name
+
+
+def told_changes(parameters: Mapping[str, Any]) -> str:
+    """Changes of a flow run to its config, for its name: the form's changed values, then overrides."""
+    declared = declared_parameters() or {}
+    return told_overrides(
+        [*main_overrides(parameters.get("main"), declared.get("main")), *(parameters.get("overrides") or ())]
+    )
 
 
 def told_overrides(overrides: Sequence[str] | None) -> str:

@@ -11,11 +11,13 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
+from flows.main_settings import MainForm
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_changes
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
@@ -33,7 +35,8 @@ from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished
-from tasks.pipeline.prefect_task import publish_result, stage_task
+from tasks.pipeline.prefect_artifacts import figure, publish_page
+from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.tracking.served_pages import served_page
@@ -61,8 +64,10 @@ _restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", defau
 def _run_name() -> str:
     """Flow run name: the pipeline, and the stage if only one was requested."""
     parameters = flow_run.parameters
-    only, overrides = parameters.get("only"), told_overrides(parameters.get("overrides"))
-    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), (only or "").replace("_", " "), overrides)))
+    only, overrides = parameters.get("only"), told_changes(parameters)
+    given = f"evaluate {', '.join(parameters['models'])}" if parameters.get("models") else ""
+    name = pipeline_name(parameters["settings"])
+    return " · ".join(filter(None, (name, (only or "").replace("_", " "), given, overrides)))
 
 
 def flow_run_url() -> str:
@@ -86,6 +91,7 @@ def flow_run_url() -> str:
 )
 def post_training(
     settings: PipelineForm | str,
+    main: MainForm | None = None,
     fresh: bool = False,
     only: str | None = None,
     models: dict[str, str] | None = None,
@@ -96,13 +102,14 @@ def post_training(
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
+        main: the settings that are changed most; what is not as declared is applied to `settings`.
         fresh: rerun finished stages.
         only: the stage that `fresh` applies to; None = all.
         models: name -> folder or hub name, evaluated and compared in place of the trained models.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
         allow_drift: resume an unfinished stage although its settings, data or code changed.
     """
-    typed = read_settings(settings, overrides)
+    typed = read_settings(settings, overrides, main)
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
 
     def run_once() -> PipelineResult:
@@ -179,15 +186,33 @@ def execute(
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
         description = describe(pipeline_run, rows)
         pipeline_run.parent.set_description(description)
-        publish_result(pipeline_run, f"# {pipeline_run.parent.name}\n\n{description}", headline(rows))
         pipeline_run.parent.set_tag("result", headline(rows))
         fault("flow.described")
         picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")
         fault("flow.drawn")
         pipeline_run.parent.log_artifact(picture, "figures")
+        run_url = pipeline_run.tracking.run_url(pipeline_run.parent.run_id or "")
+        link = f"[MLflow run]({run_url})\n\n" if run_url else ""
+        page = f"# {pipeline_run.parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
+        artifact = publish_page(f"{typed.name}-result", page, headline(rows))
     fault("flow.closed")
+    return PipelineResult(
+        results=dict(pipeline_run.results),
+        rows=rows,
+        run_url=run_url,
+        page=page,
+        artifact=artifact,
+        seconds=pipeline_run.seconds,
+        facts=_facts(pipeline_run),
+        ok=not pipeline_run.postponed,
+        waiting=pipeline_run.approval,
+    )
+
+
+def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
+    """Places of a finished run, its cost of tracking, and what is left to be done."""
     cost = pipeline_run.tracking.cost
-    facts = {
+    facts: dict[str, Any] = {
         "output": str(pipeline_run.home),
         "runs_url": pipeline_run.tracking.runs_url(),
         "tracking_seconds": cost.foreground_seconds,
@@ -197,15 +222,7 @@ def execute(
         facts["undelivered"] = f"{pipeline_run.undelivered}; `posttrain sync` or the next run delivers them"
     if pipeline_run.postponed:
         facts |= {"decision": "postponed", "note": pipeline_run.postponed}
-    return PipelineResult(
-        results=dict(pipeline_run.results),
-        rows=rows,
-        run_url=pipeline_run.tracking.run_url(pipeline_run.parent.run_id or ""),
-        seconds=pipeline_run.seconds,
-        facts=facts,
-        ok=not pipeline_run.postponed,
-        waiting=pipeline_run.approval,
-    )
+    return facts
 
 
 def run_pipeline(
@@ -234,7 +251,7 @@ def run_pipeline(
         time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
         with watched(quiet=quiet, started=started, time_left=time_left), passed_on(settings) as stored:
             result: PipelineResult = outlived.run(
-                lambda: post_training(stored, fresh, only, models, allow_drift=allow_drift)
+                lambda: post_training(stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift)
             )
     finally:
         _restart.reset(token)

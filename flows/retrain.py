@@ -7,17 +7,16 @@ overlapping runs waits (`run.wait_seconds`) or is refused, and then checks the d
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_overrides
+from flows.main_settings import MainForm
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_changes
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
@@ -30,6 +29,7 @@ from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.data_lineage import record_sources
 from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.pipeline.prefect_artifacts import publish_page
 from tasks.pipeline.record import finished_run
 from tasks.pipeline.run_options import OnDrift
 from tasks.stages.promote import AWAITING
@@ -50,8 +50,8 @@ class RetrainResult:
 
 
 def _run_name() -> str:
-    name, overrides = pipeline_name(flow_run.parameters["settings"]), flow_run.parameters.get("overrides")
-    return " · ".join(filter(None, (f"retrain {name}", told_overrides(overrides))))
+    name = pipeline_name(flow_run.parameters["settings"])
+    return " · ".join(filter(None, (f"retrain {name}", told_changes(flow_run.parameters))))
 
 
 @flow(
@@ -65,6 +65,7 @@ def _run_name() -> str:
 )
 def retrain(
     settings: PipelineForm | str,
+    main: MainForm | None = None,
     start: Literal["champion", "base"] | None = None,
     force: bool = False,
     reason: str = "",
@@ -76,6 +77,7 @@ def retrain(
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
+        main: the settings that are changed most; what is not as declared is applied to `settings`.
         start: champion, or base (the config's initial model); default: retrain.start of the settings.
         force: retrain even without new data.
         reason: origin of the request; stored with the resulting versions.
@@ -83,7 +85,7 @@ def retrain(
         allow_drift: resume an unfinished stage although its settings, data or code changed.
         fresh: begin the unfinished stage of an interrupted retraining anew.
     """
-    typed = read_settings(settings, overrides)
+    typed = read_settings(settings, overrides, main)
     with outlived.noted() as outcome:
         outcome.result = result = _retrain(typed, start, force, reason, allow_drift=allow_drift, fresh=fresh)
     return Completed(message=result.message, data=result)
@@ -178,13 +180,10 @@ def _publish(settings: PipelineSettings, plan: RetrainingPlan | None, result: Re
     """Write a Prefect artifact with findings and outcome; `plan`: None in a run resumed only for the approval."""
     lines = [f"## {settings.name}: {result.status}", result.message]
     lines += _planned(settings, plan, result) if plan is not None else []
-    if result.pipeline is not None:
-        lines.append(f"[MLflow run]({result.pipeline.run_url})")
-    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-retraining".lower()).strip("-")
-    try:
-        create_markdown_artifact("\n\n".join(lines), key=key, description=result.message[:250])
-    except Exception as error:  # artifacts are informational: a failure to write one must not fail the flow
-        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+    pipeline = result.pipeline
+    lines += [pipeline.page] if pipeline is not None else []
+    before = pipeline.artifact if pipeline is not None else ""
+    publish_page(f"{settings.name}-retraining", "\n\n".join(lines), result.message, before=before)
 
 
 def _planned(settings: PipelineSettings, plan: RetrainingPlan, result: RetrainResult) -> list[str]:
@@ -214,6 +213,8 @@ def run_retraining(
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
     with watched(quiet=quiet, time_left=TimeLeft(settings.stages.active)), passed_on(settings) as stored:
-        run = outlived.run(lambda: retrain(stored, start, force, reason, allow_drift=allow_drift, fresh=fresh))
+        run = outlived.run(
+            lambda: retrain(stored, start=start, force=force, reason=reason, allow_drift=allow_drift, fresh=fresh)
+        )
         result: RetrainResult = run  # type: ignore[assignment]
     return result

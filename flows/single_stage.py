@@ -22,7 +22,8 @@ __all__ = ["analyze_models", "compare_models", "evaluate_model", "run_stage", "s
 
 def _run_name() -> str:
     parameters = flow_run.parameters
-    done = parameters["stage"].replace("_", " ") if "stage" in parameters else "analysis"
+    compared = f"compare {', '.join(parameters.get('models') or ())}"
+    done = parameters["stage"].replace("_", " ") if "stage" in parameters else compared
     overrides = told_overrides(parameters.get("overrides"))
     return " · ".join(filter(None, (pipeline_name(parameters["settings"]), done, overrides)))
 
@@ -118,12 +119,18 @@ def _up_to(settings: PipelineSettings, name: str, model: str | None) -> Pipeline
     return dataclasses.replace(settings, stages=stages)
 
 
-def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = False) -> PipelineResult:
-    """Evaluate one model (folder, hub name or registered model) on the config's held-out episodes."""
+def evaluate_model(
+    settings: PipelineSettings, model: str, *, name: str = "base", quiet: bool = False
+) -> PipelineResult:
+    """Evaluate one model on the config's held-out episodes.
+
+    Args:
+        model: folder, hub name or registered model. name: the model's, in results and files.
+    """
     evaluation = evaluation_settings(settings)
     stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation)
     start = dataclasses.replace(settings.model, path=model)
-    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), quiet=quiet)
+    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models={name: model}, quiet=quiet)
 
 
 def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:

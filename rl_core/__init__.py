@@ -51,11 +51,13 @@ if TYPE_CHECKING:
         RecordsError,
         ResumeRefused,
         RewardError,
+        SamplerMismatch,
         ServiceError,
         SettingsError,
         StageTimeout,
         Stopped,
         ToolMisuse,
+        UnknownAnswer,
         WorkerFailed,
     )
     from rl_core.evaluation import Evaluation, compare
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
+        RatingSettings,
         ReferenceSettings,
         RegexSettings,
         ReplaySettings,
@@ -175,11 +178,13 @@ __all__ = [
     "PreferenceSettings",
     "Prompts",
     "RecordsError",
+    "RatingSettings",
     "ReferenceSettings",
     "ReplaySettings",
     "ModelError",
     "ResumeRefused",
     "RewardError",
+    "SamplerMismatch",
     "RewardFunction",
     "RewardModelSettings",
     "RewardOrchestrator",
@@ -210,6 +215,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolMisuse",
+    "UnknownAnswer",
     "ToolUseSettings",
     "VotingSettings",
     "Toolset",
@@ -275,7 +281,7 @@ _HOME = {
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
         "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
-        "ServiceError SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
+        "SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.readers": (
@@ -288,7 +294,8 @@ _HOME = {
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
         "PolicySettings PreferenceSettings RegexSettings "
-        "ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings "
+        "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
+        "SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "

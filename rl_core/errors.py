@@ -3,6 +3,7 @@
     PosttrainError
     |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or conflicts with another
     |-- DataError (ValueError)          a tensor, record or file is invalid
+    |   |-- UnknownAnswer               a label for an answer that was not given here, or is not learned from
     |   |-- RecordsError                bad rows of a data file: file, line, field, value found, value expected
     |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
@@ -15,6 +16,7 @@
     |-- RewardError                     a reward function raised, hung, or returned an invalid value
     |-- CallbackError                   a callback of the training loop raised
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
+    |-- SamplerMismatch                 rollouts are not from the distribution that is trained
     |-- OutOfMemory                     a single row does not fit into device memory
     |-- CheckFailed                     training ended, but a check of its result failed
     |-- BackendError                    a rollout backend or tracking store did not respond (transient: worth a retry)
@@ -49,11 +51,13 @@ __all__ = [
     "RecordsError",
     "ResumeRefused",
     "RewardError",
+    "SamplerMismatch",
     "ServiceError",
     "SettingsError",
     "StageTimeout",
     "Stopped",
     "ToolMisuse",
+    "UnknownAnswer",
     "WorkerFailed",
     "nearest",
 ]
@@ -69,6 +73,10 @@ class SettingsError(PosttrainError, ValueError):
 
 class DataError(PosttrainError, ValueError):
     """A tensor, record or file is invalid."""
+
+
+class UnknownAnswer(DataError):
+    """A label for an answer that was not given here, or is not learned from."""
 
 
 class RecordsError(DataError):
@@ -117,6 +125,10 @@ class CallbackError(PosttrainError):
 
 class NonFiniteError(PosttrainError):
     """Too many non-finite steps in a row; the message names the first non-finite tensor."""
+
+
+class SamplerMismatch(PosttrainError):
+    """Fresh rollouts are not from the distribution that is trained; the message gives the KL and its limit."""
 
 
 class OutOfMemory(PosttrainError):

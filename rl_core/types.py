@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # it takes seconds to import, and commands that only look thi
     import torch
 
 __all__ = [
+    "Conversation",
     "Message",
     "Rollout",
     "RolloutGroup",
@@ -40,6 +41,14 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str]  # of a tool message: the call that it answers
     name: NotRequired[str]  # of a tool message: the tool
     weight: NotRequired[int]  # of an assistant message: 0 = no loss
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that a chat answer replied to, as the chat template was given them."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that the template described; [] = none
 
 
 class StopReason(StrEnum):

@@ -42,7 +42,7 @@ LEVELS = {
             "trackers",
             "user_code",
         },  # capabilities asks cpu what this machine has
-        {"curriculum", "rewards", "references"},
+        {"curriculum", "preferences", "rewards", "references"},
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers"},
         {"training"},
@@ -60,8 +60,8 @@ LEVELS = {
         {""},
     ],
     "flows": [
-        {"runtime", "parameters"},
-        {"monitor", "online", "operations", "post_training", "service", "serving", "verification"},
+        {"runtime", "parameters", "main_settings"},
+        {"monitor", "online", "operations", "post_training", "preferences", "service", "serving", "verification"},
         {"consolidate", "evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
@@ -71,6 +71,7 @@ LEVELS = {
 TRAINERS = {
     "rl_core.trainers.sft",
     "rl_core.trainers.reward_model",
+    "rl_core.trainers.reward_regression",
     "rl_core.trainers.preference",
     "rl_core.trainers.policy_gradient",
     "rl_core.thoughts",

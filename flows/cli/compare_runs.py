@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tasks.stages.evaluate import read_evaluation, trajectories_path
 from tasks.tracking import RunRow, Tracking, find_run, runs_below
 from tasks.tracking.run_list import differing
 
-__all__ = ["compare", "text_of"]
+__all__ = ["compare", "settings_that_differ", "text_of"]
 
 CURVES = ("eval/success_rate", "train/success_rate", "reward/mean", "eval/loss", "train/loss", "policy/loss")
 EXAMPLES = 5  # episodes whose outcomes differ, for each pair
@@ -74,7 +75,7 @@ def compare(output: Path, uri: str | None, wanted: Sequence[str], out: Path | No
             {"run": run.name, "status": run.row.status.lower(), "result": run.row.tags.get("result", "")}
             for run in runs
         ],
-        "settings": _transposed({run.name: differing(found)[run.row.run_id] for run in runs}),
+        "settings": _transposed({run.name: settings_that_differ(found)[run.row.run_id] for run in runs}),
         "stages": {
             name: {run.name: run.stages[name].name if name in run.stages else "" for run in runs}
             for name in names()
@@ -93,6 +94,11 @@ def compare(output: Path, uri: str | None, wanted: Sequence[str], out: Path | No
             drawn,
         )
     return told
+
+
+def settings_that_differ(rows: Sequence[RunRow]) -> dict[str, dict[str, str]]:
+    """By run id, the settings that are not the same in all these runs, of whichever pipelines they are."""
+    return differing(dataclasses.replace(row, tags={**row.tags, "pipeline": ""}) for row in rows)
 
 
 def _stages_of(rows: Sequence[RunRow], run: RunRow, output: Path) -> dict[str, Path]:

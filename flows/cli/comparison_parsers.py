@@ -49,9 +49,9 @@ def _add_sweep(commands: Any) -> None:
     )
     parser.add_argument(
         "--metric",
-        default="success",
         metavar="NAME",
-        help="success (default) or reward of the evaluation, or a metric that training logs",
+        help="success (default) or reward of the evaluation (default where nothing tells success), or a metric that "
+        "training logs",
     )
     parser.add_argument("--minimize", action="store_true", help="the smallest value of --metric is best")
     parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="trials at a time (default: 1)")

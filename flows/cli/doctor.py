@@ -284,10 +284,9 @@ def _dead_runs(output: Path) -> Iterator[Finding]:
     if dead:
         wholes = [run.name for run in dead if run.is_pipeline]
         num_stages = len(dead) - len(wholes)
-        parts = [f"{len(wholes)} {'was' if len(wholes) == 1 else 'were'} killed: {', '.join(wholes)}"] if wholes else []
-        if num_stages:
-            parts.append(f"{num_stages} of {'a stage' if num_stages == 1 else 'stages'} within")
-        detail = "; ".join(parts)
+        runs = f"{len(wholes)} {'run was' if len(wholes) == 1 else 'runs were'} killed: {', '.join(wholes)}"
+        stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
+        detail = f"{runs}{f' (in {stages})' if num_stages else ''}" if wholes else f"{stages} of earlier runs killed"
         yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and shows how to resume")
 
 

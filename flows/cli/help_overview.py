@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prepare": ("init", "convert", "data", "validate"),
     "train": ("run", "stage", "resume", "sweep", "retrain", "online"),
     "look": ("runs", "why", "compare", "monitor", "ui", "profile"),
-    "judge": ("evaluate", "analyze", "replay", "promote", "approve"),
+    "judge": ("evaluate", "analyze", "replay", "promote", "approve", "prefer"),
     "serve": ("serve", "service"),
     "operate": ("up", "down", "status", "sync", "gc", "doctor", "verify-resume", "completion"),
 }

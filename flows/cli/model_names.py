@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError
 
-__all__ = ["given_models"]
+__all__ = ["given_models", "name_of_model"]
 
 _KEY = re.compile(r"[0-9a-f]{16}")  # a finished stage's folder
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -30,7 +30,7 @@ def given_models(paths: Sequence[str]) -> dict[str, str]:
         )
     models: dict[str, str] = {}
     for source in filter(None, sources):
-        name = _name_of(source)
+        name = name_of_model(source)
         while name in models:
             name += "'"
         models[name] = source
@@ -51,8 +51,8 @@ def _model_at(path: str) -> str | None:
     return path if path.startswith("models:/") or hub else None
 
 
-def _name_of(source: str) -> str:
-    """Short name, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3."""
+def name_of_model(source: str) -> str:
+    """Short name of a model, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3."""
     if source.startswith("models:/") and (parts := source.removeprefix("models:/").rsplit("/", 1))[-1].isdecimal():
         return re.sub(r"[^\w.@-]+", "_", "-v".join(parts))
     parts = source.removeprefix("models:/").rstrip("/").split("/")

@@ -87,23 +87,19 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 
 def _export(settings: OnlineSettings, output: Path) -> int:
-    """Write the right episodes of the service's buffer."""
+    """Write the right episodes, or answers of conversations, of the service's buffer."""
     import json
 
-    from rl_core.errors import SettingsError
     from rl_core.online.assembly import BUFFER, online_environment
     from rl_core.online.demonstrations import demonstrations
     from rl_core.storage.single_files import write_text_atomic
 
     environment = online_environment(settings.environment)
-    if environment is None:
-        raise SettingsError(
-            "environment: conversations are kept as tokens; only episodes of an environment can be exported"
-        )
     rows = [
         json.dumps(row, ensure_ascii=False)
         for row in demonstrations(Path(settings.folder) / BUFFER, settings.labels, environment)
     ]
     write_text_atomic(output, "\n".join(rows) + "\n")
-    print(f"{output}: {len(rows)} episodes; `stages.prepare_data.demonstrations` of a retraining takes them")
+    what = "episodes" if environment is not None else "conversations"
+    print(f"{output}: {len(rows)} {what}; `stages.prepare_data.demonstrations` of a retraining takes them")
     return 0

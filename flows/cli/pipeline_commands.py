@@ -6,6 +6,7 @@ Each imports what it needs at its call, so that `posttrain --help` starts at onc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,11 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet)
+    from flows.cli.page_beside_run import page_beside
     from flows.post_training import run_pipeline
 
-    result = run_pipeline(
-        settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
-    )  # fmt: skip
+    with page_beside(Path(settings.output), arguments.monitor):
+        result = run_pipeline(
+            settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
+        )  # fmt: skip
     print(visible(result.table()))
     return 0 if result.ok else 1
 
@@ -100,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 def sweep(arguments: argparse.Namespace) -> int:
     """Run trials of a configuration and choose the best."""
     stop_after(arguments.stop_after)
-    from flows.sweep.plan import SweepPlan
+    from flows.sweep.plan import SweepPlan, metric_of
     from flows.sweep.space import parse_set
 
     overrides, dimensions = parse_set(arguments.set)
@@ -108,10 +111,11 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise SettingsError("nothing varies: give --set KEY=A,B,C or KEY=LOW..HIGH:POINTS, or --seeds N")
     plan = SweepPlan(
         config=arguments.config, overrides=tuple(overrides), dimensions=tuple(dimensions), method=arguments.method,
-        trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage, metric=arguments.metric,
-        minimize=arguments.minimize, finalists=arguments.finalists,
+        trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage,
+        metric=arguments.metric or "success", minimize=arguments.minimize, finalists=arguments.finalists,
     )  # fmt: skip
     base = plan.base()
+    plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
     loading.refuse_bad_rows(base)
     loading.prepare(base)
     from flows.sweep.conduct import run_sweep

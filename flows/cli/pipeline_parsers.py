@@ -80,6 +80,7 @@ def _add_run(commands: Any) -> None:
     )
     add_config(parser)
     parser.add_argument("--fresh", action="store_true", help="rerun all stages, finished ones included")
+    parser.add_argument("--monitor", action="store_true", help="serve the live page for as long as the run takes")
     add_stop_after(parser)
     add_allow_drift(parser)
     add_quiet(parser)

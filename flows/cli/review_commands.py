@@ -33,9 +33,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
     loading.begin(settings, quiet=arguments.quiet)
+    from flows.cli.model_names import name_of_model
     from flows.single_stage import evaluate_model
 
-    result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
+    name = name_of_model(arguments.model)
+    result = evaluate_model(settings, arguments.model, name=name, quiet=arguments.quiet)
     print(visible(result.table()))
     return 0 if result.ok else 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from flows.monitor.charts import NONE, Drawn, chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.charts import NONE, Drawn, apart, chart, family, line, marks, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, replay_name, reward_parts, tool_table
 from flows.monitor.runs import RunView, StageView
@@ -58,7 +58,7 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
                unit="per episode"),
         family("weighted", "Weighted parts", _names(stage, "reward/weighted/"), pairs, drawn,
                unit="add up to the total"),
-        family("raw", "Raw parts", raw, pairs, drawn, unit="before weighing"),
+        *apart("raw", raw, pairs, drawn, title="Raw: {}", unit="before weighing"),
         family("correlation", "Correlation with true success", _names(stage, "reward/correlation/"), pairs, drawn,
                unit="Pearson's r", span=(-1.0, 1.0)),
     ]  # fmt: skip
@@ -161,9 +161,7 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
     levels = _names(stage, "train/success_rate_by_level/")
     charts.append(family("levels", "Success by level", levels, pairs, choice.drawn, unit="share", span=(0.0, 1.0)))
     averages = [*_names(stage, "curriculum/average/"), *_WATCHED]
-    charts.append(
-        family("average", "Averages that decide", averages, pairs, choice.drawn, unit="over their own windows")
-    )
+    charts += apart("average", averages, pairs, choice.drawn, title="Decides: {}", unit="average over its own window")
     blocks.append(
         {"kind": "charts", "id": "curriculum", "title": "", "note": "", "charts": [c for c in charts if c is not None]}
     )

@@ -17,6 +17,7 @@ __all__ = [
     "COLOURS",
     "NONE",
     "Drawn",
+    "apart",
     "chart",
     "duration",
     "line",
@@ -167,12 +168,51 @@ def overlay(
     for index, (run, stage) in enumerate(runs):
         series = stage.table.series.get(name)
         if series is not None:
-            label = name.rpartition("/")[2] if len(runs) == 1 else f"{run.pipeline} {run.started_text}"
+            label = name.rpartition("/")[2] if len(runs) == 1 else short_name(run, runs[0][0])
             lines.append(line(series, label, index, drawn.of(name), run.started))
     run, stage = runs[0]
-    moves = marks(stage, drawn, run.started) if len(runs) == 1 else []
+    moves = marks(stage, drawn, run.started)
     identity = f"{stage.label}:{name}:{'t' if drawn.by_time else 's'}"
-    return chart(identity, title_of(name), lines, drawn, unit=unit_of(name), x=x_name(stage), span=span, moves=moves)
+    found = chart(identity, title_of(name), lines, drawn, unit=unit_of(name), x=x_name(stage), span=span, moves=moves)
+    return found | ({"compares": True} if len(runs) > 1 else {})
+
+
+def short_name(run: RunView, beside: RunView) -> str:
+    """Name of a compared run, short enough for a legend of one line: day and time, with the pipeline if another's."""
+    day = run.started_text[5:16]
+    return day if run.pipeline == beside.pipeline else f"{run.pipeline} {day}"
+
+
+def apart(
+    identity: str, names: Iterable[tuple[str, str]], runs: Sequence[tuple[RunView, StageView]], drawn: Drawn,
+    *, title: str = "{}", unit: str = "",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """As `family`, with a chart of its own for each metric whose scale is another than the first one's.
+
+    Args:
+        title: of such a chart, with the metric's label in it.
+    """
+    groups: list[tuple[float, list[tuple[str, str]]]] = []
+    for name, label in names:
+        found = [values for _, stage in runs if (s := stage.table.series.get(name)) and len(values := s.arrays()[2])]
+        if not found:
+            continue
+        size = max(float(np.abs(values).max()) for values in found)
+        near = next((group for top, group in groups if _same_scale(top, size)), None)
+        if near is not None:
+            near.append((name, label))
+        else:
+            groups.append((size, [(name, label)]))
+    charts = []
+    for index, (_, group) in enumerate(groups):
+        labels = ", ".join(label for _, label in group)
+        charts.append(family(f"{identity}:{index}", title.format(labels), group, runs, drawn, unit=unit))
+    return [found for found in charts if found is not None]
+
+
+def _same_scale(one: float, other: float) -> bool:
+    """True = the smaller of two curves is still read on the axis of the larger."""
+    return one == 0 or other == 0 or max(one, other) <= 5 * min(one, other)
 
 
 def family(
@@ -191,8 +231,9 @@ def family(
         for index, (run, stage) in enumerate(runs):
             series = stage.table.series.get(name)
             if series is not None:
-                shown = label if index == 0 else f"{label}, {run.started_text}"
-                lines.append(line(series, shown, colour, drawn.of(name), run.started, dash=index > 0))
+                shown = label if index == 0 else f"{label}, {short_name(run, runs[0][0])}"
+                drawn_line = line(series, shown, colour, drawn.of(name), run.started, dash=index > 0)
+                lines.append(drawn_line | ({"quiet": True} if index else {}))
     if not lines:
         return None
     run, stage = runs[0]

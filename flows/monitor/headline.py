@@ -25,7 +25,7 @@ def held_out(run: RunView, label: str) -> float | None:
 
 def tiles(run: RunView, stage: StageView | None) -> dict[str, Any] | None:
     """Results of a run that is over and was evaluated, else the numbers of its stage; None = there are none yet."""
-    items = _results(run) if run.is_over else []
+    items = _results(run) if run.is_over or run.status == "waiting" else []
     items = items or (_now(stage) if stage is not None else [])
     return {"kind": "tiles", "id": "headline", "items": items} if items else None
 

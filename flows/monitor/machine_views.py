@@ -68,8 +68,8 @@ def load_charts(run: RunView) -> list[dict[str, Any]]:
     ]
     gpus = sorted({name.split("/")[1].split("_")[1] for name in run.system.series if name.startswith("system/gpu_")})
     wanted: list[tuple[str, str, list[tuple[str, str]], tuple[float, float] | None]] = [
-        ("CPU", "% (the run: 100 = one core)", [("process_cpu_percentage", "run"),
-         ("cpu_utilization_percentage", "machine")], (0.0, 100.0)),
+        ("CPU of the run", "% of one core", [("process_cpu_percentage", "run")], (0.0, 100.0)),
+        ("CPU of the machine", "% of all cores", [("cpu_utilization_percentage", "machine")], (0.0, 100.0)),
         ("Memory", "MiB", [("process_memory_megabytes", "run"), ("system_memory_usage_megabytes", "machine")], None),
         ("GPU", "%", [(f"gpu_{gpu}_utilization_percentage", f"GPU {gpu}") for gpu in gpus], (0.0, 100.0)),
         ("GPU memory", "MiB", [(f"gpu_{gpu}_memory_usage_megabytes", f"GPU {gpu}") for gpu in gpus], None),

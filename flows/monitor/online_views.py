@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.monitor.charts import NONE, Drawn, chart, duration, number, table
+from flows.monitor.charts import NONE, Drawn, chart, duration, number, percent, table
 from flows.online.learning_folder import read_events, read_service
 from flows.online.service_report import ServiceRecord, read_record
 
 __all__ = ["newest_service", "online"]
 
 _EVENTS = 30
+_POINTS = 2000  # of a curve
 
 
 def newest_service(output: Path) -> Path | None:
@@ -38,17 +40,17 @@ def _tiles(record: ServiceRecord) -> dict[str, Any]:
     numbers = record.numbers
     paused = str(numbers.get("paused") or "")
 
-    def told(name: str, digits: int = 3) -> str:
+    def told(name: str, form: Callable[[float], str] = "{:,.0f}".format) -> str:
         value = numbers.get(f"online/{name}")
-        return number(float(value), digits) if isinstance(value, int | float) else NONE
+        return form(float(value)) if isinstance(value, int | float) else NONE
 
     items = [
         {"label": "learning", "value": "paused" if paused else "on", "sub": paused[:120] or record.folder.name},
         {"label": "updates", "value": told("updates"), "sub": f"{told('updates_taken')} taken"},
         {"label": "live snapshot", "value": told("live_version"), "sub": f"newest {told('snapshot_version')}"},
-        {"label": "mean KL", "value": told("mean_kl"), "sub": f"target {told('kl_target')}"},
+        {"label": "mean KL", "value": told("mean_kl", number), "sub": f"target {told('kl_target', number)}"},
         {"label": "experiences", "value": told("buffer_size"), "sub": f"{told('buffer_drawable')} with a label"},
-        {"label": "pseudo-labels right", "value": told("pseudo_label_precision"),
+        {"label": "pseudo-labels right", "value": told("pseudo_label_precision", percent),
          "sub": f"{told('pseudo_labels_checked')} checked by feedback"},
     ]  # fmt: skip
     return {"kind": "tiles", "id": "online", "items": items}
@@ -56,18 +58,24 @@ def _tiles(record: ServiceRecord) -> dict[str, Any]:
 
 def _charts(record: ServiceRecord) -> list[dict[str, Any]]:
     drawn = []
-    for key, title, path in (
-        ("kl", "KL to the old policy", ("kl_control", "mean_kl")),
-        ("coefficient", "KL coefficient", ("kl_control", "coefficient")),
-        ("norm", "Gradient norm", ("gradients", "norm")),
-        ("rate", "Learning rate", ("learning_rate",)),
+    for key, title, path, level in (
+        ("kl", "KL to the old policy", ("kl_control", "mean_kl"), ("kl_control", "target_kl")),
+        ("coefficient", "KL coefficient", ("kl_control", "coefficient"), ()),
+        ("norm", "Gradient norm", ("gradients", "norm"), ()),
+        ("rate", "Learning rate", ("learning_rate",), ()),
     ):
-        points = record.series(*path)[-2000:]
+        points = record.series(*path)[-_POINTS:]
         if points:
-            x, y = [point[0] for point in points], [point[1] for point in points]
-            line = {"name": title, "colour": 0, "dash": False, "x": x, "y": y, "last": y[-1]}
-            drawn.append(chart(key, title, [line], Drawn(window=1), x="update"))
+            lines = [_line(title, points, 0)]
+            if level and (target := record.series(*level)[-_POINTS:]):
+                lines.append(_line("target", target, 1))
+            drawn.append(chart(key, title, lines, Drawn(window=1), x="update"))
     return [{"kind": "charts", "id": "online-charts", "title": "", "note": "", "charts": drawn}] if drawn else []
+
+
+def _line(name: str, points: list[tuple[float, float]], colour: int) -> dict[str, Any]:
+    x, y = [point[0] for point in points], [point[1] for point in points]
+    return {"name": name, "colour": colour, "dash": colour > 0, "x": x, "y": y, "last": y[-1]}
 
 
 def _decisions(record: ServiceRecord) -> dict[str, Any]:

@@ -20,12 +20,15 @@ from flows.monitor.views import TAB_NAMES, prefixes, view
 __all__ = ["REFRESH_SECONDS", "build_page"]
 
 REFRESH_SECONDS = 3.0
+WINDOW = 10  # observations of the moving average, unless another number is chosen
 _FOLLOW = ""  # choice that follows the newest run, or the training stage
 _REFRESH = [("1 s", 1.0), ("3 s", 3.0), ("10 s", 10.0), ("60 s", 60.0), ("paused", 0.0)]
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 # One view at a time per page: ticks during a slow view are dropped.
 _TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once"}
 _ASKED: dict[str, Any] = {**_TICK, "trigger_mode": "always_last"}
+# What the address names may come before the list that offers it; an unknown name counts as none.
+_ANY: dict[str, Any] = {"allow_custom_value": True}
 _PANEL = '<div class="pt-panel" data-tab="{tab}"></div>'
 
 
@@ -39,9 +42,9 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         tab, seen, offered = gr.State("overview"), gr.State(""), gr.State("")
         with gr.Row(equal_height=True, elem_id="pt-controls"):
             runs = gr.Dropdown(_run_choices(reader), value=run, label="Run", scale=3, min_width=260)
-            compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220)
-            stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150)
-            window = gr.Slider(1, 100, value=10, step=1, label="Average over", scale=2, min_width=210)
+            compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220, **_ANY)
+            stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150, **_ANY)
+            window = gr.Slider(1, 100, value=WINDOW, step=1, label="Average over", scale=2, min_width=210)
             axis = gr.Dropdown(
                 [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125
             )
@@ -56,7 +59,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
                             extra["groups"] = gr.CheckboxGroup([], label="Groups of metrics (by prefix)", scale=2)
                             extra["metrics"] = gr.Dropdown(
                                 [], value=[], multiselect=True, label="or single metrics (then groups do not count)",
-                                scale=3,
+                                scale=3, **_ANY,
                             )  # fmt: skip
                     if name == "trajectories":
                         with gr.Row():
@@ -67,7 +70,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
                         js_on_load="posttrain.mount();",
                     )  # fmt: skip
                 opened[name] = item
-        timer = gr.Timer(REFRESH_SECONDS)
+        timer = gr.Timer(REFRESH_SECONDS, active=False)  # until what the address names has been chosen
 
         settings = [runs, compare, stage, window, axis, *(extra[n] for n in ("groups", "metrics", "source", "outcome"))]
         lists = [runs, compare, stage, extra["groups"], extra["metrics"], extra["source"]]
@@ -75,7 +78,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
             choice = _choice(*values)
             changed, fingerprint = _offers(reader, choice, known)
-            found = view(reader, choice, current) | {"run": choice.run}
+            found = view(reader, choice, current) | {"address": _address(choice)}
             version = f"{found['version']} {choice.run}"
             if version == shown:
                 del found["blocks"]
@@ -88,7 +91,10 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             return show(current, "", known, *values)
 
         outputs = [header, seen, offered, *lists]
-        page.load(_asked_run(reader, run), None, runs, **_QUIET).then(ask, [tab, offered, *settings], outputs, **_ASKED)
+        addressed = [runs, compare, stage, window, axis, extra["metrics"]]
+        page.load(_asked(reader, run), None, addressed, **_QUIET).then(
+            ask, [tab, offered, *settings], outputs, **_ASKED
+        ).then(lambda: gr.Timer(active=True), None, timer, **_QUIET)
         timer.tick(show, [tab, seen, offered, *settings], outputs, **_TICK)
         for name, item in opened.items():
             item.select(_opens(name, ask), [offered, *settings], [tab, *outputs], **_ASKED)
@@ -99,13 +105,37 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
     return page
 
 
-def _asked_run(reader: Reader, default: str) -> Any:
-    """Event handler that chooses the run which the page's address names."""
+def _address(choice: Choice) -> dict[str, str]:
+    """The part of the page's address that names what is chosen, without what is chosen by itself."""
+    named = {"run": choice.run, "compare": ",".join(choice.compare), "stage": choice.stage,
+             "metrics": ",".join(choice.metrics), "window": str(choice.window) if choice.window != WINDOW else "",
+             "axis": "minutes" if choice.by_time else ""}  # fmt: skip
+    return {name: value for name, value in named.items() if value}
 
-    def asked(request: gr.Request) -> Any:
-        name = str(dict(request.query_params).get("run", ""))
-        known = [identity for _, identity in _run_choices(reader)]
-        return gr.Dropdown(choices=_run_choices(reader), value=name if name in known else default)
+
+def _asked(reader: Reader, default: str) -> Any:
+    """Event handler that chooses what the page's address names: run, comparison, stage, average, axis, metrics."""
+
+    def asked(request: gr.Request) -> list[Any]:
+        named = {name: str(value) for name, value in dict(request.query_params).items()}
+        choices = _run_choices(reader)
+        known = [identity for _, identity in choices]
+        run = named.get("run", "")
+        compared = [name for name in named.get("compare", "").split(",") if name in known and name]
+        view = reader.run(run if run in known else default)
+        labels = [found.label for found in view.stages] if view is not None else []
+        stage = named.get("stage", "") if named.get("stage") in labels else _FOLLOW
+        metrics = [name for names in prefixes(view, stage).values() for name in names]
+        pinned = [name for name in named.get("metrics", "").split(",") if name in metrics]
+        window = int(named["window"]) if named.get("window", "").isdecimal() else WINDOW
+        return [
+            gr.Dropdown(choices=choices, value=run if run in known else default),
+            gr.Dropdown(choices=choices[1:], value=compared),
+            gr.Dropdown(choices=_stage_choices(labels), value=stage),
+            gr.Slider(value=min(100, max(1, window))),
+            gr.Dropdown(value=named.get("axis") == "minutes"),
+            gr.Dropdown(choices=metrics, value=pinned),
+        ]
 
     return asked
 
@@ -135,7 +165,7 @@ def _choice(
         run=run or "",
         compare=tuple(compare or ()),
         stage=stage or "",
-        window=max(1, int(window or 1)),
+        window=max(1, int(window or WINDOW)),
         by_time=bool(by_time),
         groups=tuple(groups or ()),
         metrics=tuple(metrics or ()),
@@ -172,11 +202,21 @@ def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]
     groups = [name for name in choice.groups if name in grouped]
     if not groups:
         groups = [name for name in ("train", "reward", "policy") if name in grouped]
+    compared = [name for name in choice.compare if name in {value for _, value in others}]
+    pinned = [name for name in choice.metrics if name in names]
     return [
         gr.Dropdown(choices=choices),
-        gr.Dropdown(choices=others, value=[name for name in choice.compare if name in {v for _, v in others}]),
-        gr.Dropdown(choices=_stage_choices(labels), value=choice.stage if choice.stage in labels else _FOLLOW),
+        _offered(others, compared, list(choice.compare)),
+        _offered(_stage_choices(labels), choice.stage if choice.stage in labels else _FOLLOW, choice.stage),
         gr.CheckboxGroup(choices=[(f"{name}/ ({len(found)})", name) for name, found in grouped.items()], value=groups),
-        gr.Dropdown(choices=names, value=[name for name in choice.metrics if name in names]),
+        _offered(names, pinned, list(choice.metrics)),
         gr.Dropdown(choices=files, value=chosen),
     ], fingerprint
+
+
+def _offered(choices: list[Any], value: Any, present: Any) -> Any:
+    """Update of a list. What stands in it is touched only where it is not offered any more.
+
+    An answer to an earlier question may arrive after the page's address has chosen something else.
+    """
+    return gr.Dropdown(choices=choices) if value == present else gr.Dropdown(choices=choices, value=value)

@@ -39,6 +39,7 @@ class Reader:
         self._views: dict[str, tuple[float, RunView]] = {}
         self._listed = 0.0
         self._list: list[RunView] = []
+        self._nested: dict[tuple[Path, str], list[RunJournal]] = {}  # (pipeline's folder, name of the run's) -> stages
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
@@ -58,6 +59,7 @@ class Reader:
             for path in stages:
                 self._stages.setdefault(path, RunJournal(path)).events.refresh()
             present |= set(stages)
+            self._nest(home, stages)
             for path in _folders(home / "runs"):
                 present.add(path)
                 journal = self._parents.setdefault(path, RunJournal(path))
@@ -91,6 +93,7 @@ class Reader:
             why=why,
             started=events.started,
             ended=events.ended,
+            seconds=journal.seconds(is_live=status in ("running", "silent")),
             modified=modified,
             pid=int(record.get("pid") or 0),
             run_id=str(shipped.get("run_id") or ""),
@@ -98,14 +101,17 @@ class Reader:
             config=events.texts.get("config.json", {}),
         )
 
+    def _nest(self, home: Path, stages: list[Path]) -> None:
+        """Sort the stages of a pipeline by the run in which they began."""
+        for key in [key for key in self._nested if key[0] == home]:
+            del self._nested[key]
+        for path in stages:
+            journal = self._stages[path]
+            self._nested.setdefault((home, Path(journal.events.parent).name), []).append(journal)
+
     def _members(self, parent: RunJournal) -> list[RunJournal]:
         """Journals of the stages that began in this run, matched by name, as the output folder may have been moved."""
-        home = parent.folder.parent.parent
-        return [
-            journal
-            for path, journal in self._stages.items()
-            if path.parent.parent.parent == home and Path(journal.events.parent).name == parent.folder.name
-        ]
+        return self._nested.get((parent.folder.parent.parent, parent.folder.name), [])
 
     def choose(self, name: str) -> str:
         """Run id for `name`: an id, a prefix of an id, or a pipeline's name (its newest run).
@@ -197,6 +203,7 @@ class Reader:
             folder=folder,
             started=events.started,
             ended=events.ended,
+            seconds=journal.seconds(is_live=status == "running"),
             done=done,
             total=total,
             message=message,

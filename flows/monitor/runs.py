@@ -116,6 +116,15 @@ class RunJournal:
         except (KeyError, TypeError, ValueError):
             return 0.0, 0.0, ""
 
+    def seconds(self, *, is_live: bool) -> float | None:
+        """Time that all processes of the run have spent on it; None = it was not recorded."""
+        found = read_json(self.folder / ".tracking" / "progress.json")
+        try:
+            since = max(0.0, time.time() - float(found["time"]) / 1000) if is_live else 0.0
+            return float(found["seconds"]) + since
+        except (KeyError, TypeError, ValueError):
+            return None
+
 
 @dataclass
 class StageView:
@@ -131,6 +140,7 @@ class StageView:
     total: float = 0.0  # 0 = unknown
     message: str = ""
     note: str = ""  # result or error
+    seconds: float | None = None  # spent on it so far, in all processes; None = not recorded
     seconds_left: float | None = None
     table: SeriesTable = field(default_factory=SeriesTable)
     params: dict[str, str] = field(default_factory=dict)
@@ -148,6 +158,7 @@ class RunView:
     why: str = ""  # explanation of the status, if needed
     started: float = 0.0
     ended: float = 0.0
+    seconds: float | None = None  # spent on it so far, in all processes; None = not recorded
     modified: float = 0.0  # last sign of life
     pid: int = 0
     run_id: str = ""  # MLflow's
@@ -232,5 +243,5 @@ def seconds_left(stage: StageView, now: float) -> float | None:
             per_point = float(recent[-1] - recent[0]) / (len(recent) - 1)
             steps_per_point = stage.done / max(1, len(times))
             return left * per_point / steps_per_point
-    elapsed = now - stage.started
+    elapsed = stage.seconds if stage.seconds is not None else now - stage.started
     return left * elapsed / stage.done if stage.started else None

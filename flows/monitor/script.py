@@ -84,7 +84,8 @@ const drawChart = (e, spec) => {
   set(title.children[0], spec.label || spec.title); title.children[0].title = spec.title; set(title.children[1], spec.unit || '');
   title.children[2].style.display = zoom[spec.id] ? '' : 'none';
   title.children[2].onclick = () => { delete zoom[spec.id]; drawChart(e, spec); };
-  keyed(legend, spec.lines.map(l => ({...l, id: l.name})), () => { const i = html('span', 'pt-key'); i.append(html('i'), html('span'), html('b')); return i; }, (i, l) => {
+  legend.classList.toggle('one', spec.lines.length > 1 && spec.lines.every(l => !l.quiet) && !!spec.compares);
+  keyed(legend, spec.lines.filter(l => !l.quiet).map(l => ({...l, id: l.name})), () => { const i = html('span', 'pt-key'); i.append(html('i'), html('span'), html('b')); return i; }, (i, l) => {
     i.firstChild.style.cssText = `border-top:3px ${l.dash ? 'dashed' : 'solid'} var(--c${l.colour})`;
     set(i.children[1], l.name); set(i.children[2], spec.names ? '' : value(spec, l.last));
     i.classList.toggle('off', !shown(spec, l));
@@ -250,12 +251,13 @@ const header = (e, head) => {
 let wanted = new URLSearchParams(location.search).get('tab');
 const address = next => {
   if (wanted && wanted !== next.tab) {
-    const tab = [...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim().toLowerCase() === wanted);
+    // on a narrow page some tabs are in a menu, whose entries have no role
+    const tab = [...document.querySelectorAll('button[role=tab], .overflow-dropdown button')].find(b => b.textContent.trim().toLowerCase() === wanted);
     if (tab) { wanted = null; tab.click(); }
     return;
   }
   wanted = null;
-  const query = new URLSearchParams({...(next.run ? {run: next.run} : {}), tab: next.tab});
+  const query = new URLSearchParams({...(next.address || {}), tab: next.tab});
   history.replaceState(null, '', '?' + query);
 };
 const blocks = () => {

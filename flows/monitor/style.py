@@ -47,6 +47,8 @@ display:flex;flex-direction:column}
 .pt-title span{color:var(--pt-faint);font-size:12.5px}
 .pt-reset{margin-left:auto;cursor:pointer;color:var(--pt-info)!important;font-size:12.5px}
 .pt-legend{display:flex;flex-wrap:wrap;gap:2px 14px;margin:2px 0 4px;min-height:20px}
+.pt-legend.one{flex-wrap:nowrap;overflow-x:auto;scrollbar-width:none}
+.pt-legend.one .pt-key{white-space:nowrap;flex:none}
 .pt-key{display:inline-flex;align-items:center;gap:6px;cursor:pointer;font-size:12.5px;color:var(--pt-faint);
 overflow-wrap:anywhere}
 .pt-key i{width:16px;height:0;flex:none}
@@ -122,6 +124,14 @@ border-bottom:1px solid var(--pt-line);background:none;color:var(--pt-ink);curso
 .pt-action{font-weight:600!important}
 .pt-observation{background:var(--pt-tint)!important;border-radius:5px;padding:4px 9px;max-height:220px;overflow:auto}
 .pt-observation.error{border-left:3px solid var(--pt-bad)}
+/* few columns and a long text behind them: on a phone the text has a line of its own */
+@media (max-width:600px){
+.pt-panel tr:has(>td.text:nth-child(n+3):nth-child(-n+4):last-child){display:flex;flex-wrap:wrap;
+border-bottom:1px solid var(--pt-line)}
+.pt-panel tr>td.text:nth-child(n+3):nth-child(-n+4):last-child{flex:1 0 100%;min-width:0;overflow-wrap:anywhere;
+padding-top:0}
+.pt-panel tr:has(>td.text:nth-child(n+3):nth-child(-n+4):last-child)>td{border-bottom:0}
+.pt-panel table:has(tr>td.text:nth-child(n+3):nth-child(-n+4):last-child) thead{display:none}}
 @media (max-width:900px){.pt-charts,.pt-charts.even,.pt-episodes{grid-template-columns:1fr}.pt-time{margin-left:0}}
 @media (max-width:700px){.gradio-container{padding:8px 10px!important}.main.fillable{padding:0!important}
 #pt-controls>.form{display:grid!important;grid-template-columns:1fr 1fr;width:100%}

@@ -96,10 +96,16 @@ def _head(run: RunView) -> dict[str, Any]:
         "why": run.result if not live and run.result else run.why if run.status != "killed" else "",
         "fraction": fraction,
         "left": left,
-        "elapsed": ((now if live else run.ended or run.modified) - run.started) if run.started else None,
+        "elapsed": _elapsed(run, now, live=live),
         "age": now - run.modified if run.modified else None,
         "live": live,
     }
+
+
+def _elapsed(run: RunView, now: float, *, live: bool) -> float | None:
+    if run.seconds is not None:
+        return run.seconds
+    return ((now if live else run.ended or run.modified) - run.started) if run.started else None
 
 
 def _no_head(reader: Reader) -> dict[str, Any]:
@@ -143,8 +149,6 @@ def _warning(run: RunView) -> dict[str, Any]:
 def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """Stages, headline curves, throughput and load."""
     blocks = [*alarms(run), *filter(None, (tiles(run, pairs[0][1] if pairs else None),)), stage_table(run)]
-    if (differing := settings_that_differ(pairs)) is not None:
-        blocks.append(differing)
     if pairs:
         blocks.append(
             {
@@ -152,9 +156,11 @@ def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
                 "note": _average_note(choice), "charts": _headline_charts(pairs, choice),
             }
         )  # fmt: skip
-    load = load_charts(run)[:2]
+    load = load_charts(run)[:3]
     if load:
         blocks.append({"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load})
+    if (differing := settings_that_differ(pairs)) is not None:  # last: nothing above moves when a run is compared
+        blocks.append(differing)
     return blocks
 
 
@@ -206,6 +212,7 @@ def stage_table(run: RunView) -> dict[str, Any]:
         if stage.started and stage.status != "cached":
             last = now if stage.status == "running" else stage.journal.modified if stage.journal is not None else 0.0
             elapsed = max(0.0, (stage.ended or last) - stage.started)  # of a killed one: up to its last record
+            elapsed = elapsed if stage.seconds is None else stage.seconds  # the time between two processes is not its
         message = stage.message if stage.status == "running" else stage.note
         rows.append(
             [

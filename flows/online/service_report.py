@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.online.learning_folder import read_events, read_service
-from rl_core.analysis.report import html_page, html_table, safe_text
+from rl_core.analysis.report_html import html_page, html_table, safe_text
 from rl_core.errors import DataError
 from rl_core.online.service_files import CONTRIBUTION, METRICS, read_gate, read_object
 from rl_core.storage.single_files import write_text_atomic

@@ -29,6 +29,7 @@ from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest, answer, asked, expire
+from tasks.pipeline.prefect_artifacts import publish_page
 from tasks.tracking import Tracking
 
 __all__ = ["run_with_approval"]
@@ -90,7 +91,10 @@ def _with_answer(result: PipelineResult, request: ApprovalRequest) -> PipelineRe
         summary = {**stages["promote"].summary, "decision": decision, "note": request.outcome}
         stages["promote"] = dataclasses.replace(stages["promote"], summary=summary)
     facts = {**result.facts, "decision": decision, "note": request.outcome}
-    return dataclasses.replace(result, rows=rows, results=stages, facts=facts, waiting=None)
+    page = f"**{request.outcome}**\n\n{result.page}"
+    if result.artifact:
+        publish_page("", page, request.outcome, before=result.artifact)
+    return dataclasses.replace(result, rows=rows, results=stages, facts=facts, waiting=None, page=page)
 
 
 def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> ApprovalRequest:
@@ -122,8 +126,8 @@ def _key(request: ApprovalRequest) -> str:
 
 def _form(request: ApprovalRequest) -> type[Approval]:
     return Approval.with_initial_data(
-        description=f"{request.outcome}\n\nThe evidence is the artifact `...-review` of this run, and `review/` in the "
-        "MLflow run."
+        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and `review/` in "
+        "the MLflow run."
     )
 
 
@@ -214,6 +218,8 @@ def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
         "run_url": result.run_url,
         "seconds": result.seconds,
         "facts": result.facts,
+        "page": result.page,
+        "artifact": result.artifact,
         "waiting": dataclasses.asdict(result.waiting) if result.waiting else None,
     }
     write_json_atomic(path, kept)

@@ -23,6 +23,8 @@ class PipelineResult:
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True
     waiting: ApprovalRequest | None = None  # manual approval asked for before the champion moves
+    page: str = ""  # the result in Markdown, for Prefect's pages
+    artifact: str = ""  # id of the Prefect artifact that shows it; "" = there is none
 
     def table(self, width: int | None = None) -> str:
         """Final table: stage, success with its interval, reward, tokens/s, seconds, links."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from tasks.stage_registry import training_stages
 from tasks.tracking import result_text
 
 if TYPE_CHECKING:
@@ -19,8 +20,13 @@ __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_tabl
 
 
 def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
-    """Rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
+    """Rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}.
+
+    A model that was evaluated and that no stage of the run made has its figures in the row of the evaluation, with its
+    name as `model`; of several, each has a row of its own.
+    """
     evaluated = pipeline_run.results["evaluate"].summary["models"] if "evaluate" in pipeline_run.results else {}
+    others = [name for name in evaluated if name not in pipeline_run.results]
     rows = []
     for name, result in pipeline_run.results.items():
         row: dict[str, Any] = {
@@ -32,10 +38,10 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             "tokens_per_second": result.summary.get("tokens_per_second"),
         }
         if name in evaluated:
-            found = evaluated[name]
-            if found.get("knows_success", True):
-                row |= {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
-            row["reward"] = found["reward"]
+            row |= _figures(evaluated[name])
+        if name == "evaluate" and len(others) == 1:
+            row |= _figures(evaluated[others[0]])
+            row |= {"model": _model_name(pipeline_run, others[0]), "metric": others[0]}
         if name == "reward_model":
             row |= {key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY.items()}
         if name == "policy" and pipeline_run.settings.stages.policy is not None:
@@ -44,9 +50,34 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             rates = [found["tokens_per_second"] for found in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
         rows.append(row)
+        if name == "evaluate" and len(others) > 1:
+            plain = {"seconds": 0.0, "cached": False, "url": row["url"], "note": "", "is_model": True}
+            rows += [
+                {**plain, "stage": _model_name(pipeline_run, other), "metric": other, **_figures(evaluated[other])}
+                for other in others
+            ]
     if pipeline_run.postponed:
         rows.append({"stage": "promote", "seconds": 0.0, "cached": False, "url": "", "note": pipeline_run.postponed})
     return rows
+
+
+def _figures(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Success with interval, where a verifier knows it, and reward of an evaluated model."""
+    knows = found.get("knows_success", True)
+    rate = {"success": found["success"], "low": found["success_low"], "high": found["success_high"]} if knows else {}
+    return {**rate, "reward": found["reward"]}
+
+
+def _model_name(pipeline_run: PipelineRun, name: str) -> str:
+    """Name of a model that the run was given, with the version where it is a registered one."""
+    given = pipeline_run.options.given.get(name, "")
+    version = pipeline_run.models.version_of(given)
+    return f"{name} (version {version})" if version and not name.endswith(f"-v{version}") else name
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    stage = str(row["stage"]).replace("_", " ") if not row.get("is_model") else str(row["stage"])
+    return f"{stage} {row['model']}" if row.get("model") else stage
 
 
 _ACCURACY = {"accuracy": "", "low": "_low", "high": "_high"}
@@ -62,16 +93,17 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(
-            str(row["stage"]).replace("_", " "),
+            _label(row),
             _rate(row),
             "" if row.get("reward") is None else f"{row['reward']:.3f}",
             "" if not row.get("tokens_per_second") else f"{row['tokens_per_second']:,.0f}",
-            "cached" if row["cached"] else f"{row['seconds']:.1f}",
+            _took(row),
         )
     console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False, markup=False)
     console.print(table)
     for row in rows:
-        console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
+        if row["note"]:
+            console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
     console.print()
     if run_url:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
@@ -86,6 +118,10 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
         )
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def _took(row: Mapping[str, Any]) -> str:
+    return "" if row.get("is_model") else "cached" if row["cached"] else f"{row['seconds']:.1f}"
 
 
 def _rate(row: Mapping[str, Any]) -> str:
@@ -105,37 +141,52 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
         "pipeline/tracking_background_seconds": cost.background_seconds,
     }
     for row in result_rows(pipeline_run):
-        name = row["stage"]
+        name = row.get("metric") or row["stage"]
         if row.get("success") is not None:
             metrics[f"success_rate/{name}"] = row["success"]
             metrics[f"success_rate/{name}_low"] = row["low"]
             metrics[f"success_rate/{name}_high"] = row["high"]
         if row.get("accuracy") is not None:
             metrics["reward_model/accuracy"] = row["accuracy"]
-        if not row["cached"]:
-            metrics[f"seconds/{name}"] = float(row["seconds"])
+        if not row["cached"] and not row.get("is_model"):
+            metrics[f"seconds/{row['stage']}"] = float(row["seconds"])
     return metrics
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """One-line summary: success of the trained models, and the gate's decision."""
-    parts = [f"{row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
+    parts = [f"{row.get('model') or row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
     parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
     return result_text("; ".join(parts or [str(row["note"]) for row in rows[-1:]]))
 
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown description of the parent run in MLflow."""
-    lines = ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
+    """Markdown description of the parent run in MLflow: the result, its stages, and links to what the run left."""
+    links = " · ".join(f"[{name}]({url})" for name, url in _links(pipeline_run))  # above the fold of the page
+    lines = [f"**{headline(rows)}**", "", links, ""]
+    lines += ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
     for row in rows:
-        stage = str(row["stage"]).replace("_", " ")
-        linked = f"[{stage}]({row['url']})" if row["url"] else stage
+        linked = f"[{_label(row)}]({row['url']})" if row["url"] else _label(row)
         reward = "" if row.get("reward") is None else f"{row['reward']:.3f}"
-        seconds = "cached" if row["cached"] else f"{row['seconds']:.1f}"
         note = str(row["note"]).replace("|", "/")
-        lines.append(f"| {linked} | {_rate(row)} | {reward} | {seconds} | {note} |")
-    lines.append("")
-    if flow_run_url := pipeline_run.options.flow_run.url:
-        lines.append(f"[Prefect flow run]({flow_run_url}) · ")
-    lines.append("Report: artifact `report.html` · settings: artifact `config.json`")
+        lines.append(f"| {linked} | {_rate(row)} | {reward} | {_took(row)} | {note} |")
     return "\n".join(lines)
+
+
+def _links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
+    """(name, address) of the report, the figures, the curves of the last training, settings, and the flow run."""
+    tracking, run_id = pipeline_run.tracking, pipeline_run.parent.run_id or ""
+    wanted = [("Pipeline", run_id, "artifacts/figures/pipeline.png")]
+    if "analyze" in pipeline_run.results:
+        analysis = pipeline_run.results["analyze"].run_id
+        wanted.insert(0, ("Report", analysis, "artifacts/report.html"))
+        wanted.append(("Success by level", analysis, "artifacts/figures/success_by_level.png"))
+    trained = [result for name, result in pipeline_run.results.items() if name in training_stages() and result.run_id]
+    if trained:
+        wanted.append((f"Curves of {trained[-1].stage.replace('_', ' ')}", trained[-1].run_id, "model-metrics"))
+    if "evaluate" in pipeline_run.results:
+        wanted.append(("Episodes", pipeline_run.results["evaluate"].run_id, "traces"))
+    wanted.append(("Settings", run_id, "artifacts/config.json"))
+    links = [(name, tracking.run_url(run, tab=tab)) for name, run, tab in wanted if run]
+    links.append(("Prefect flow run", pipeline_run.options.flow_run.url))
+    return [(name, url) for name, url in links if url]

@@ -28,6 +28,7 @@ def chat_records(
             temperature=request.sampling.temperature, text=form.text(sequence.tokens),
             finish_reason=finish_reason(sequence, read), caller=request.caller, top=request.top_tokens,
             seed=sequence.seed, is_restricted=request.sampling.is_restricted, max_votes=max_votes,
+            conversation=form.conversation,
         ))  # fmt: skip
     return found
 

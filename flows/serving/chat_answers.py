@@ -12,6 +12,7 @@ from flows.serving.chat_prompts import PromptMaker, ReadAnswer
 from flows.serving.text_stream import TextStream, cut_at_stop
 from rl_core.environments.tools import Toolset
 from rl_core.inference.served_requests import AnswerSequence, ServedRequest, TopTokens
+from rl_core.types import Conversation
 
 __all__ = ["AnswerForm", "finish_reason"]
 
@@ -38,6 +39,7 @@ class AnswerForm:
     num_top: int
     prompt_tokens: int
     base: int | None = None  # see `ServedModel.base`
+    conversation: Conversation | None = None  # None = episodes of an environment
     created: int = field(default_factory=lambda: int(time.time()))
 
     def text(self, ids: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from flows.serving.chat_bodies import FeedbackBody, read_json_body
 from flows.serving.chat_routes import chat_completions, whole_body
 from flows.serving.chat_server import ChatServer, server_of
 from flows.serving.refused import RefusedRequest, refused_response
-from rl_core.errors import DataError, PosttrainError
+from rl_core.errors import DataError, PosttrainError, UnknownAnswer
 from rl_core.inference.served_answers import FeedbackLabel
 
 __all__ = ["make_chat_app"]
@@ -90,8 +90,10 @@ async def _feedback(request: Request) -> Response:
     try:
         await server.wait_for(server.wait_recorded)
         await server.wait_for(server.feedback.accept, body.id, body.choice, label)
-    except DataError as error:
+    except UnknownAnswer as error:
         raise RefusedRequest(404, f"id: {error}", param="id", code="answer_not_found") from None
+    except DataError as error:
+        raise RefusedRequest(422, str(error)) from None
     except PosttrainError as error:
         raise RefusedRequest(503, str(error), retry_after=5) from None
     server.metrics.feedback.inc()

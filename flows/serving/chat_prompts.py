@@ -17,7 +17,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.template_probe import takes_tools
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
-from rl_core.types import Message, ToolCall
+from rl_core.types import Conversation, Message, ToolCall
 
 __all__ = ["ChatPrompt", "PromptMaker", "ReadAnswer"]
 
@@ -27,10 +27,11 @@ _CALLS = 10_000  # answers with calls whose text is remembered
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A prompt's tokens, and the tools that its answer may call."""
+    """A prompt's tokens, the tools that its answer may call, and the messages that were rendered."""
 
     ids: list[int]
     tools: Toolset | None
+    conversation: Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class PromptMaker:
         schemas = [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
         tools = _toolset(schemas) if schemas else None
         messages = [self._message(message, tools) for message in body.messages]
-        renderer = self.renderer
+        renderer, described = self.renderer, list[dict[str, Any]]()
         if tools is not None and self._style == "template" and self._takes_tools:
-            renderer = self._with_tools(json.dumps(schemas, sort_keys=True))
+            renderer, described = self._with_tools(json.dumps(schemas, sort_keys=True)), schemas
         elif tools is not None and self._style == "instructions":
             messages = _instructed(messages, tools.instructions())
         if not messages:
@@ -79,7 +80,7 @@ class PromptMaker:
         ids = renderer.history_ids(messages)
         if len(ids) >= self._context:
             raise self._too_long(f"{len(ids)} tokens")
-        return ChatPrompt(ids, tools)
+        return ChatPrompt(ids, tools, Conversation(messages, described))
 
     def _too_long(self, found: str) -> RefusedRequest:
         return RefusedRequest(

@@ -17,6 +17,7 @@ from rl_core.environments.tools import Toolset
 from rl_core.inference.sampling import RolloutSequence, sequence_seed
 from rl_core.inference.served_requests import AnswerSequence, ServedRequest
 from rl_core.settings import SamplingSettings
+from rl_core.types import Conversation
 
 __all__ = ["CheckedChat", "check_chat"]
 
@@ -54,13 +55,15 @@ async def check_chat(server: ChatServer, body: ChatBody, began: float) -> Checke
         raise RefusedRequest(422, "top_logprobs: needs logprobs: true", param="top_logprobs")
     ids: list[int] = []
     tools: Toolset | None = None
+    conversation: Conversation | None = None
     if body.environment is None:
         made = await server.render(prompts.make, body)
-        ids, tools = made.ids, made.tools
+        ids, tools, conversation = made.ids, made.tools, made.conversation
     assert server.model is not None
     form = AnswerForm(
         answer_id=server.new_id(), model=server.name, prompts=prompts, tools=tools, stops=body.stops,
         logprobs=bool(body.logprobs), num_top=body.top_logprobs or 0, prompt_tokens=len(ids), base=server.model.base,
+        conversation=conversation,
     )  # fmt: skip
     seed = body.seed if body.seed is not None else secrets.randbits(64)
     return CheckedChat(server, body, form, began, seed, ids, count)

@@ -36,6 +36,7 @@ class ModelPlace:
     reference: str  # models:/NAME@ALIAS, a folder, or a hub name
     output: Path  # of the store of registered models
     tracking_uri: str | None = None
+    other: str = "posttrain serve FOLDER"  # how to name another model, for the message where there is none
 
     @property
     def is_registered(self) -> bool:
@@ -54,8 +55,8 @@ class ModelPlace:
         except SettingsError as error:
             name = self.reference.removeprefix("models:/").partition("@")[0]
             raise NoChampion(
-                f"{error}; there is nothing to serve yet: run the pipeline that promotes one, as with `posttrain run "
-                f"{name}`, or name a model that is there: posttrain serve FOLDER"
+                f"{error}; there is no model yet: run the pipeline that promotes one, as with `posttrain run {name}`, "
+                f"or name a model that is there: {self.other}"
             ) from None
 
     def folder(self, found: ModelVersion | None) -> Path | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import sys
 import threading
 import time
@@ -15,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.operations.ports import check_port
+from flows.runtime.access_token import token_of
 from flows.serving.chat_application import make_chat_app
 from flows.serving.chat_server import ChatServer
 from flows.serving.connections import bounded_connections, raise_file_limit
 from flows.serving.learning_start import Learner, LearningPlan
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion, load_served
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import SettingsError
 from rl_core.settings import EnvironmentSettings, ModelSettings, ServingSettings
-from rl_core.storage.own_files import own_file
-from rl_core.storage.single_files import create_once, make_folder
 
-__all__ = ["Serving", "serve", "token_of"]
+__all__ = ["Serving", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -55,21 +53,6 @@ class Serving:
         """Base URL for clients."""
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}/v1"
-
-
-def token_of(folder: Path) -> str:
-    """The token of a serving folder, made when it is first asked for; readable by its owner alone.
-
-    Raises: BackendError where the file is another user's.
-    """
-    path = folder / "token"
-    make_folder(folder)
-    create_once(path, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
-    try:
-        with open(path, opener=own_file) as file:
-            return file.read().strip()
-    except PermissionError:
-        raise BackendError(f"{path}: cannot be read: the server was started by somebody else") from None
 
 
 def serve(serving: Serving, *, waits: bool = False, say: Callable[[str], None] = print) -> None:

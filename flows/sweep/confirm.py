@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CHOICE = "choice.json"
 NEEDED = ("prepare_data", "evaluate")
-_CONFIRM = 9999  # number of the trial that plays the fresh episodes
+_CONFIRM = 9999  # folder of the run that plays the fresh episodes, among those of the trials
 
 
 def choose(
@@ -99,7 +99,8 @@ def _play(
 ) -> tuple[Path | None, str]:
     """Folder of the evaluation of these models; None with a reason where fresh episodes cannot be played."""
     skip = [name for name in names() if name not in NEEDED]
-    work = job(_CONFIRM, 0, settings, models=dict(models), skip=skip)
+    name = f"{settings.name} · finalists on fresh episodes"
+    work = job(_CONFIRM, 0, settings, name=name, models=dict(models), skip=skip)
     try:
         fields = player.run(work, lambda value: True, lambda *_: None)
     except WorkerFailed as error:

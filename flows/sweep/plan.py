@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.sweep.search import Method
 from flows.sweep.space import Dimension, Params
+from rl_core.environments import make
 from rl_core.errors import SettingsError, nearest
 from tasks.config import PipelineSettings, load, resolve, settings_digest
 from tasks.stage_registry import training_stages
 
-__all__ = ["EVALUATED", "SweepPlan", "label_of"]
+__all__ = ["EVALUATED", "SweepPlan", "label_of", "metric_of"]
 
 EVALUATED = ("success", "reward")  # metrics of the evaluation stage
 _PLACES = ("name", "output", "tracking", "run", "seed", "seeds")
@@ -83,6 +85,30 @@ class SweepPlan:
         return Path(base.output).resolve() / base.name / "sweeps" / self.identity(base)
 
 
+def metric_of(asked: str | None, base: PipelineSettings) -> str:
+    """The metric that was asked for; None = success of the evaluation, or its reward where nothing tells success.
+
+    Raises: SettingsError where success is asked for by name and nothing tells it.
+    """
+    if asked not in (None, "success") or base.stages.evaluate is None:
+        return asked or "success"
+    if make(base.environment.name, base.environment.options).knows_success:
+        return "success"
+    if asked:
+        raise SettingsError(
+            f"--metric {asked}: nothing tells it in environment '{base.environment.name}': set "
+            "environment.options.verifier, or choose by --metric reward"
+        )
+    return "reward"
+
+
 def label_of(params: Mapping[str, str]) -> str:
-    """A configuration in a few words: the last part of each key, and its value."""
-    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
+    """A configuration in a few words: the last part of each key, and its value, numbers to three digits."""
+    return ", ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in params.items())
+
+
+def _short(value: str) -> str:
+    """A drawn number to three digits; what a person wrote stays as it is."""
+    if len(value) <= 10 or not re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", value):
+        return value
+    return f"{float(value):.3g}"

@@ -15,6 +15,7 @@ MEASURES = (
     ("trajectories_with_misuse", "Episodes with misuse", "{:.1%}"),
     ("loop_rate", "Episodes with a loop", "{:.1%}"),
     ("exploration_efficiency", "Exploration efficiency", "{:.3f}"),
+    ("right_action_rate", "Right action, right place", "{:.3f}"),
     ("coherent_rate", "No repetition or retraction", "{:.1%}"),
     ("coherence", "Coherence", "{:.3f}"),
     ("distinct_2", "Diversity (distinct-2)", "{:.3f}"),
@@ -49,6 +50,11 @@ GLOSSARY = (
     (
         "Exploration efficiency",
         "Distinct useful observations over steps; 1 = no step was wasted on an error or a known observation.",
+    ),
+    (
+        "Right action, right place",
+        "RaPR: useful tool steps (as above) and right answers that are no guesses, over all turns, mean over episodes; "
+        "1 = every turn was one of these.",
     ),
     (
         "No repetition or retraction",

@@ -14,7 +14,21 @@ h1{font-size:26px;margin:0 0 6px}
 h2{font-size:18px;margin:38px 0 10px;padding-bottom:5px;border-bottom:1px solid var(--line)}
 h3{font-size:15px;margin:0 0 10px}
 h4{font-size:14px;margin:0 0 8px;display:flex;justify-content:space-between;gap:8px}
-.lead{font-size:17px;max-width:860px}
+.lead{font-size:17px;max-width:960px;background:var(--card);border:1px solid var(--line);border-radius:8px;
+border-left:5px solid var(--faint);padding:12px 16px}
+.is-better{border-left-color:var(--blue)}
+.is-worse{border-left-color:var(--orange)}
+nav{display:flex;flex-wrap:wrap;gap:6px 16px;margin:14px 0 0;font-size:14px}
+a{color:var(--blue)}
+section{scroll-margin-top:8px}
+.filters{display:flex;flex-wrap:wrap;gap:8px 20px;margin:0 0 12px}
+fieldset{border:0;padding:0;margin:0;display:flex;flex-wrap:wrap;gap:4px 14px;align-items:baseline}
+legend{float:left;margin-right:12px;color:var(--faint);font-size:13px}
+.filters label{cursor:pointer;font-size:14px}
+summary{cursor:pointer}
+summary small{margin-left:6px}
+details[open]>summary{margin-bottom:10px}
+.list{margin:8px 0}
 .note{background:var(--mark);padding:8px 12px;border-radius:6px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;margin-bottom:12px}
@@ -26,10 +40,11 @@ tbody tr:hover{background:var(--tint)}
 small{color:var(--faint);font-size:12.5px}
 .better,.good{color:var(--blue);font-weight:600}
 .worse,.bad{color:var(--orange);font-weight:600}
-figure{margin:0 0 22px;text-align:center}
+figure{margin:0 0 30px;text-align:center}
+figure h3{text-align:left}
 figure img{max-width:100%;background:#fff;border:1px solid var(--line);border-radius:8px;padding:8px}
 figcaption{color:var(--faint);font-size:13px}
-article{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:0 0 20px}
+article{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 16px;margin:0 0 10px}
 .question{display:flex;gap:16px;align-items:flex-start;margin-bottom:12px}
 .question .image{width:180px;max-width:35%;border-radius:6px;image-rendering:pixelated;border:1px solid var(--line)}
 .question p{margin:6px 0}
@@ -49,5 +64,17 @@ font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
 .end{color:var(--faint);font-size:13px;margin:6px 0 0}
 dt{font-weight:600}
 dd{margin:0 0 8px;color:var(--faint)}
-@media print{article{break-inside:avoid}}
+@media (prefers-color-scheme:dark){figure img{filter:invert(.9) hue-rotate(180deg)}}
+@media (max-width:700px){main{padding:16px 12px 40px}
+th,td{padding:6px 8px}
+tr>:first-child{position:sticky;left:0;background:var(--page);z-index:1;white-space:normal;min-width:104px;
+max-width:150px}
+.question{flex-direction:column}}
+@media print{:root{--ink:#000;--faint:#444;--page:#fff;--card:#fff;--line:#bbb;--tint:#eee;--blue:#00508a;
+--orange:#8f3700;color-scheme:light}
+body{font-size:11px}main{max-width:none;padding:0}nav,.filters{display:none}
+details::details-content{content-visibility:visible;display:block;block-size:auto}
+figure img{filter:none;max-height:9cm}thead{display:table-header-group}
+tr,figure,.column,.lead{break-inside:avoid}h2,h3,summary{break-after:avoid}
+.scroll{overflow:visible}th,td{white-space:normal;padding:3px 6px}}
 """

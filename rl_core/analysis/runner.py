@@ -154,13 +154,14 @@ def _count(
 
 
 def _choose(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeRef]:
-    """Episodes for the report, a third each: last model worse than the first, better, others."""
+    """Episodes for the report: half of them lost by the last model to the first, a quarter won, a quarter any."""
     if not limit:
         return []
     everyone = range(models)
     pools = [index.shared(everyone, limit)]
     if models > 1:
-        pools = [index.changed(everyone, worse=worse, limit=limit) for worse in (True, False)] + pools
+        worse, better = (index.changed(everyone, worse=worse, limit=limit) for worse in (True, False))
+        pools = [worse[::2], worse[1::2], better, *pools]
     chosen: dict[tuple[str, str, int], EpisodeRef] = {}
     for rank in range(limit):
         for pool in pools:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_core.analysis.coherence_measures import contradictions, repetitions
 from rl_core.analysis.own_measures import OwnMeasure
-from rl_core.analysis.statistics import distinct_n, entropy, find_loop
-from rl_core.analysis.trajectories import action_key, state_key
+from rl_core.analysis.statistics import distinct_n, entropy
+from rl_core.analysis.tool_steps import right_action_rate, tool_steps
 from rl_core.types import StopReason, Trajectory
 
 __all__ = ["OTHER", "LevelTools", "Moments", "Reservoir", "Summary"]
@@ -111,7 +111,7 @@ class Summary:
         self.own = {measure.name: (measure, Moments()) for measure in own}
         self._image_tools = image_tools
         self.tools: dict[tuple[str, str], LevelTools] = {}  # by (environment, level)
-        names = ("reward", "turns", "action_tokens", "completion_tokens", "tool_calls", "exploration")
+        names = ("reward", "turns", "action_tokens", "completion_tokens", "tool_calls", "exploration", "right_actions")
         self.distributions = {name: Distribution(seed + index) for index, name in enumerate(names)}
         self.stop_reasons: Counter[str] = Counter()
         self.loop_periods: Counter[int] = Counter()
@@ -141,19 +141,14 @@ class Summary:
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
         self.stop_reasons[_bounded(self.stop_reasons, trajectory.stop_reason)] += 1
-        # Steps other than answers: calls and misuse. Answers end an episode and explore nothing.
-        steps, useful = [], set()
-        for turn in turns:
-            if turn.tool_call is not None or turn.is_error:
-                step = action_key(turn), state_key(turn)
-                steps.append(step)
-                if turn.tool_call is not None and not turn.is_error and turn.observation is not None:
-                    useful.add(step)
-        if loop := find_loop(steps):
+        steps = tool_steps(trajectory)
+        if period := steps.loop_period:
             counts["looping"] += 1
-            self.loop_periods[min(loop.period, 99)] += 1
-        if steps:
-            self.distributions["exploration"].add(len(useful) / len(steps))
+            self.loop_periods[min(period, 99)] += 1
+        if (efficiency := steps.efficiency) is not None:
+            self.distributions["exploration"].add(efficiency)
+        if (right := right_action_rate(trajectory, steps)) is not None:
+            self.distributions["right_actions"].add(right)
         repeated, taken_back = repetitions(trajectory), contradictions(trajectory)
         counts["repeated"] += repeated
         counts["taken_back"] += taken_back
@@ -194,6 +189,7 @@ class Summary:
             "trajectories_with_misuse": counts["with_errors"] / total,
             "loop_rate": counts["looping"] / total,
             "exploration_efficiency": parts["exploration"].moments.mean,
+            "right_action_rate": parts["right_actions"].moments.mean,
             "coherent_rate": counts["coherent"] / total,
             "repetitions_mean": counts["repeated"] / total,
             "contradictions_mean": counts["taken_back"] / total,

@@ -22,6 +22,7 @@ from rl_core.settings import ModelSettings, PreferenceSettings, RewardModelSetti
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.reward_regression import RewardRegressionTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
 from rl_core.training.trainer_protocol import Trainer
@@ -113,22 +114,21 @@ def reward_model(
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
-) -> Training[RewardModelTrainer]:
-    """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
+) -> Training[RewardModelTrainer | RewardRegressionTrainer]:
+    """A reward model on preference pairs or scores: `model` with a new scalar head, every weight trained.
 
     Args:
         data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. A `margin` (at least 0) is
-            subtracted from the difference of the scores before the sigmoid.
+            subtracted from the difference of the scores before the sigmoid; `tie: true` says that neither side is
+            better. With `settings.loss` "mse": rows {"prompt", "completion", "score"}.
         others: as in `sft`. A model that is loaded already is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
     settings = settings_of_kind(settings, RewardModelSettings)
     _check_heldout(heldout, settings)
-    classifier, policy = _classifier(model, seed)
+    classifier, policy = _classifier(model, seed, heads.HeadShape(settings.head_layers, settings.head_width))
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(
-        data, heldout, policy.renderer, policy.context, seed, "reward_model", _tokens_folder(output)
-    )
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.use, _tokens_folder(output))
     recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     return training_of(
         "reward_model", recipe, settings, policy, source=model, seed=seed, data=pairs.digest, model=classifier,
@@ -150,7 +150,7 @@ def _tokens_folder(output: str | Path | None) -> Path | None:
     return None if folder is None else folder / "tokens"
 
 
-def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:
+def _classifier(source: ModelSource, seed: int, shape: heads.HeadShape) -> tuple[PreTrainedModel, Policy]:
     """A reward model that starts from `source`, and a policy that has its tokenizer and context."""
     if isinstance(source, ModelSettings | str | Path):
         settings = source if isinstance(source, ModelSettings) else ModelSettings()
@@ -159,11 +159,11 @@ def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy
         path = settings.path if isinstance(source, ModelSettings) else source
         if path is None:
             raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
-        model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed)
+        model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed, shape=shape)
         renderer = ChatRenderer(tokenizer, settings)
         return model, Policy(model, tokenizer, renderer, dataclasses.replace(settings, path=str(path)))
     policy = load_policy(source)
     with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
         policy.save(folder)
-        model, _ = heads.reward_model_from(folder, on_device_of(policy), seed=seed)
+        model, _ = heads.reward_model_from(folder, on_device_of(policy), seed=seed, shape=shape)
     return model, policy

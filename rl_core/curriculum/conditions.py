@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.metrics import MetricHistory
 from rl_core.settings import ExitCondition
 
-__all__ = ["ConditionStatus", "check_condition", "check_metric", "metric_name"]
+__all__ = ["ConditionStatus", "average_hint", "check_condition", "check_metric", "metric_name"]
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -19,6 +20,9 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+_AVERAGE = re.compile(r"(.+?)_(?:ma|sma|avg|mean|moving_average|rolling)_?([1-9][0-9]{0,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,14 @@ def metric_name(name: str) -> str:
     return name if "/" in name else f"train/{name}"
 
 
+def average_hint(metric: str) -> str:
+    """Our words for the name of an average over so many iterations, as in success_rate_ma100; "" for other names."""
+    found = _AVERAGE.fullmatch(metric)
+    if found is None:
+        return ""
+    return f"a mean over a window is the default statistic: write metric: {found[1]} and window: {found[2]}"
+
+
 def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ()) -> str:
     """The metric's full name.
 
@@ -69,6 +81,8 @@ def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ())
         known: names of metrics that may be observed later.
     Raises: SettingsError when the metric was never observed and is not known.
     """
+    if hint := average_hint(metric):
+        raise SettingsError(f"metric: '{metric}' is no metric; {hint}")
     name, observed = metric_name(metric), history.names
     candidates = {*observed, *known}
     if observed and name not in candidates:

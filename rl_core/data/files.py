@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from rl_core.errors import DataError
 
 __all__ = [
     "CSV_SUFFIXES", "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json",
-    "read_rows", "read_text", "refuse_unstorable", "unchanged",
+    "read_number", "read_rows", "read_text", "refuse_unstorable", "unchanged",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -77,6 +78,17 @@ def describe(value: object) -> str:
         kind = type(value).__name__
     shown = ascii(value)
     return f"{kind} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
+
+
+def read_number(row: Mapping[str, Any], name: str, lowest: float = -sys.float_info.max) -> float:
+    """A finite number of a row, at least `lowest`. Raises: BadRow."""
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRow(name, f"must be a number, found {describe(value)}")
+    if not lowest <= value <= sys.float_info.max:
+        least = f" and at least {lowest:g}" if lowest >= 0 else ""
+        raise BadRow(name, f"must be finite{least}, found {str(value)[:40]}")
+    return float(value)
 
 
 def read_text(row: Mapping[str, Any], name: str, place: str = "", may_be_empty: bool = False) -> str:
@@ -217,7 +229,7 @@ _LISTS = (
     "tools",
     "history",
 )  # JSON in a cell
-_VALUES = ("label", "margin", "seed")  # numbers and truth values, which a CSV file has as text
+_VALUES = ("label", "margin", "score", "seed", "tie")  # numbers and truth values, which a CSV file has as text
 _LONGEST_CELL = 2**27  # characters
 
 

@@ -77,11 +77,14 @@ _PREFERENCES = (
     Format("labelled completions", ("prompt", "completion", "label")),
     Format("labelled, conversational", ("prompt", "completion", "label"), ("tools",), ("prompt", "completion")),
     Format("labelled, messages", ("messages", "label"), ("tools",), ("messages",)),
+    Format("scored completions", ("prompt", "completion", "score")),
+    Format("scored, conversational", ("prompt", "completion", "score"), ("tools",), ("prompt", "completion")),
 )
 _FORMATS: dict[str, tuple[Format, ...]] = {"demonstrations": _DEMONSTRATIONS, "preferences": _PREFERENCES}
 _NAMES = {kind: [form.name for form in formats] for kind, formats in _FORMATS.items()}
 _OWN = ("level", "kind", "seed")
-_OWN_OF = {"demonstrations": _OWN, "preferences": ("margin", *_OWN)}
+# `judgement`: who compared, when and how, as `posttrain prefer` writes it; kept in the file, not read
+_OWN_OF = {"demonstrations": _OWN, "preferences": ("margin", "tie", "judgement", *_OWN)}
 # Read so that a row can be named by its data set, though it cannot be used
 _REFUSED = ("completions", "responses", "score", "response_0", "response_1", "label")
 
@@ -144,7 +147,9 @@ def as_demonstration(row: Row) -> Row:
 
 
 def as_preference(row: Row) -> Row:
-    """The row as {prompt, chosen, rejected} or {prompt, completion, label}, each side text or messages. Raises: BadRow.
+    """The row as {prompt, chosen, rejected} or {prompt, completion, label or score}, sides text or messages.
+
+    Raises: BadRow.
 
     A prompt is text if it is one message of the user, a side if it is one assistant message without further fields.
     """
@@ -266,5 +271,6 @@ _CONVERSIONS: dict[str, Callable[[Row], Row]] = {
     "Orca-DPO, distilabel": _asked_by("input"),
     "HH-RLHF": lambda row: _implicit(row, hh_turns(row, "chosen"), hh_turns(row, "rejected")),
     "labelled, conversational": _conversational,
+    "scored, conversational": _conversational,
     "labelled, messages": _labelled_messages,
 }

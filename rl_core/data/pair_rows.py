@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.pairs import Pair, PairSide, mismatched_partners
-from rl_core.data.records import misfit
+from rl_core.data.row_uses import misfit
 from rl_core.data.token_rows import TokenRows
 from rl_core.errors import DataError
 
 __all__ = ["PairRows", "PreferencePart", "Use", "pairs_of", "side_at"]
 
-Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model"]
+Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "reward_regression"]
 
 
 class PairRows(Sequence[Pair]):
@@ -31,6 +31,8 @@ class PairRows(Sequence[Pair]):
         rejected: NDArray[np.int64],
         margins: Sequence[float] | None = None,
         desirable: Sequence[bool] | None = None,
+        ties: Sequence[int] | None = None,
+        scores: Sequence[float] | None = None,
     ) -> None:
         """`chosen`, `rejected`: place of each side of each pair.
 
@@ -38,7 +40,10 @@ class PairRows(Sequence[Pair]):
             margins: of each pair; None = 0.
             desirable: labels of KTO: `chosen` is the completion that has it, and of `rejected` the completion alone is
                 taken, after the same prompt. None = preferences.
+            ties: 1 for each pair of which neither side is better; None = all are ordered.
+            scores: of each completion, for regression; `chosen` and `rejected` are both that completion.
         """
+        self._ties, self._scores = ties, scores
         self._sides, self._chosen, self._rejected = sides, chosen, rejected
         self._margins, self._desirable = margins, desirable
 
@@ -55,10 +60,12 @@ class PairRows(Sequence[Pair]):
         place = range(len(self))[index]
         chosen, rejected = side_at(self._sides, self._chosen[place]), side_at(self._sides, self._rejected[place])
         margin = 0.0 if self._margins is None else self._margins[place]
+        if self._scores is not None:
+            return Pair(chosen, chosen, score=self._scores[place])
         if self._desirable is None:
-            return Pair(chosen, rejected, margin)
+            return Pair(chosen, rejected, margin, bool(self._ties and self._ties[place]))
         mismatched = PairSide(chosen.prompt_ids, rejected.completion_ids, rejected.loss_mask)
-        return Pair(chosen, mismatched, margin, bool(self._desirable[place]))
+        return Pair(chosen, mismatched, margin, desirable=bool(self._desirable[place]))
 
 
 def side_at(sides: TokenRows, place: int) -> PairSide:
@@ -75,34 +82,46 @@ class PreferencePart:
     sides: TokenRows
     margins: array[float] = field(default_factory=lambda: array("d"))  # of each row
     labels: bytearray = field(default_factory=bytearray)  # of each side; chosen = 1
+    ties: bytearray = field(default_factory=bytearray)  # of each row; 1 = neither side is better
+    scores: array[float] = field(default_factory=lambda: array("d"))  # of each row that has one
 
     @classmethod
     def of(cls, sides: TokenRows, rows: Iterable[Mapping[str, Any]], use: Use, name: str) -> PreferencePart:
         """The part that these rows are; `name`: training, held-out. Raises: DataError for a row not for that use."""
         part = cls(sides)
         for place, row in enumerate(rows):
-            if reason := misfit(dict(row), use):
+            if reason := misfit(row, use):
                 raise DataError(f"{name} row {place + 1}: {reason}; its prompt is {row['prompt'][:80]!r}")
             part.margins.append(row.get("margin", 0.0))
-            part.labels.extend([row["label"]] if "label" in row else [1, 0])
+            part.ties.append(bool(row.get("tie")))
+            if "score" in row:
+                part.scores.append(row["score"])
+            part.labels.extend([row.get("label", 1)] if "completion" in row else [1, 0])
         if len(part.labels) != len(sides):
             raise DataError(f"{name} rows have {len(part.labels)} sides, but {len(sides)} are tokenised")
         return part
 
 
 def pairs_of(train: PreferencePart, heldout: PreferencePart, use: Use, seed: int) -> tuple[PairRows, PairRows]:
-    """The pairs of a loss: `kto` takes each completion with its label, the others preference rows alone.
+    """The pairs of a loss: `kto` takes each completion with its label, regression with its score, others pairs alone.
 
     Raises: DataError for `kto` where all rows have the same prompt.
     """
+    if use == "reward_regression":
+        return _scored(train), _scored(heldout)
     if use != "kto":
-        pairs = [PairRows(part.sides, *_halves(part.sides), part.margins) for part in (train, heldout)]
+        pairs = [PairRows(part.sides, *_halves(part.sides), part.margins, ties=part.ties) for part in (train, heldout)]
         return pairs[0], pairs[1]
     prompts = [_prompts(part.sides) for part in (train, heldout)]
     joined = heldout.sides.joined(train.sides)
     return _labelled(train.sides, train, mismatched_partners(prompts[0], seed)), _labelled(
         joined, heldout, mismatched_partners(prompts[1], seed, prompts[0])
     )
+
+
+def _scored(part: PreferencePart) -> PairRows:
+    places = np.arange(len(part.sides))
+    return PairRows(part.sides, places, places, scores=part.scores)
 
 
 def _labelled(sides: TokenRows, part: PreferencePart, partners: Sequence[int]) -> PairRows:

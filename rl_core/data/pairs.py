@@ -34,9 +34,11 @@ class Pair:
     chosen: PairSide
     rejected: PairSide
     margin: float = 0.0  # by which a reward model is to tell them apart, at least
+    tie: bool = False  # True = neither is better
     # None = a preference. Otherwise `chosen` is a completion with this label, and `rejected` the same prompt with the
     # completion of another prompt, for KTO's reference point.
     desirable: bool | None = None
+    score: float | None = None  # given to `chosen`; `rejected` is the same. None = a pair
 
     @property
     def chosen_ids(self) -> list[int]:

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
     """A preference row as token ids. Errors: `row_sides`."""
     (chosen, _), (rejected, _) = row_sides(row, renderer)
-    return Pair(chosen, rejected, row.get("margin", 0.0))
+    return Pair(chosen, rejected, row.get("margin", 0.0), bool(row.get("tie")))
 
 
 def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
@@ -36,7 +36,7 @@ def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
             return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
         return PairSide(prompt_ids, *renderer.turns(answer, after_prompt=True))
 
-    labels = {"completion": row["label"]} if "label" in row else {"chosen": True, "rejected": False}
+    labels = {"completion": row.get("label", True)} if "completion" in row else {"chosen": True, "rejected": False}
     sides = cut_sides([side(row[name]) for name in labels], row.get("max_tokens"))
     return list(zip(sides, labels.values(), strict=True))
 

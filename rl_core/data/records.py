@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import logging
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text, unchanged
+from rl_core.data.files import BadRow, describe, file_digest, read_number, read_rows, read_text, unchanged
 from rl_core.data.formats import Kind, as_demonstration, as_preference, columns_to_read, format_of, unknown_columns
 from rl_core.data.kept_rows import KeptRows, rows_at
 from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
+from rl_core.data.row_uses import misfit
 from rl_core.errors import DataError, RecordsError, SettingsError
 from rl_core.storage.faults import fault
 
@@ -29,7 +29,6 @@ __all__ = [
     "Row",
     "RowSource",
     "check_first_rows",
-    "misfit",
     "read_demonstrations",
     "read_preferences",
     "read_prompts",
@@ -110,8 +109,9 @@ def read_preferences(
     """Rows {"prompt", "chosen", "rejected"}, text or messages; chosen and rejected differ. Or labelled completions.
 
     Other formats are recognised by their columns (`data.formats`).
-    A pair may have a `margin` (a number, at least 0) by which a reward model is to tell its sides apart. A labelled
-    completion is {"prompt", "completion", "label"}, true = desirable (the loss `kto`).
+    A pair may have a `margin` (a number, at least 0) by which a reward model is to tell its sides apart, or be a `tie`
+    (true: neither side is better). A labelled completion is {"prompt", "completion", "label"}, true = desirable (the
+    loss `kto`); a scored one has a `score`, a number, in place of the label (a reward model with the loss `mse`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
     return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, check_rows)
@@ -164,19 +164,9 @@ def check_first_rows(
     }[kind]
     records = _checked(path, columns, schema, on_bad_row, max_rows)
     for line, row in zip(records.lines, records.rows, strict=True):
-        reason = next(filter(None, (misfit(row, use) for use in uses)), "")
-        if reason:
+        if reason := next(filter(None, (misfit(row, use) for use in uses)), ""):
             raise DataError(f"{path}:{line}: {reason}")
     return records.num_rows
-
-
-def misfit(row: Row, use: str) -> str:
-    """Reason why a preference row cannot be used by a loss ("dpo", ..., "reward_model"); "" = it can."""
-    if use != "kto" and "label" in row:
-        return f"has a label, which only the loss kto takes; {use} needs pairs"
-    if use != "reward_model" and "margin" in row:
-        return f"margin: only a reward model takes margins, not the loss {use}"
-    return ""
 
 
 def _read(
@@ -355,6 +345,8 @@ def _prompt(row: Row) -> Row:
 
 def _labelled(row: Row) -> Row:
     kept: Row = {name: _said(row, name) for name in ("prompt", "completion")}
+    if row.get("score") is not None and row.get("label") is None:
+        return {**kept, "score": read_number(row, "score"), **_tools(row), **_optional(row)}
     label = row.get("label")
     if not isinstance(label, bool):
         raise BadRow("label", "is missing" if label is None else f"must be true or false, found {describe(label)}")
@@ -371,14 +363,13 @@ def _tools(row: Row) -> Row:
 
 
 def _margin(row: Row) -> Row:
-    margin = row.get("margin")
-    if margin is None:
-        return {}
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise BadRow("margin", f"must be a number, found {describe(margin)}")
-    if not 0 <= margin <= sys.float_info.max:
-        raise BadRow("margin", f"must be finite and at least 0, found {str(margin)[:40]}")
-    return {"margin": float(margin)}
+    return {} if row.get("margin") is None else {"margin": read_number(row, "margin", lowest=0.0)}
+
+
+def _tie(row: Row) -> Row:
+    if not isinstance(row.get("tie"), bool | None):
+        raise BadRow("tie", f"must be true or false, found {describe(row['tie'])}")
+    return {"tie": True} if row.get("tie") else {}
 
 
 def _preference(row: Row) -> Row:
@@ -388,7 +379,7 @@ def _preference(row: Row) -> Row:
     kept: Row = {name: _said(row, name) for name in ("prompt", "chosen", "rejected")}
     if _bare(kept["chosen"]) == _bare(kept["rejected"]):
         raise BadRow("chosen", "is equal to rejected, so there is no preference")
-    return kept | _margin(row) | _tools(row) | _optional(row)
+    return kept | _margin(row) | _tie(row) | _tools(row) | _optional(row)
 
 
 def _bare(side: str | list[dict[str, Any]]) -> Any:

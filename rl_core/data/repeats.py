@@ -52,6 +52,8 @@ def find_repeats(rows: Sequence[Mapping[str, Any]]) -> Repeats:
         first = whole.setdefault(digest_of(row), index)
         if first != index:
             found.copies.append((index, first))
+        if row.get("tie"):
+            continue
         if "chosen" in row:
             own, other = (row["chosen"], row["rejected"]), (row["rejected"], row["chosen"])
         elif "label" in row:

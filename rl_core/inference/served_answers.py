@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.inference.served_requests import TopTokens
-from rl_core.types import Rollout
+from rl_core.types import Conversation, Rollout
 
 __all__ = ["AnswerSink", "FeedbackLabel", "FeedbackSink", "ServedAnswer"]
 
@@ -33,6 +33,7 @@ class ServedAnswer:
     rollout: Rollout | None = None  # of a session with an environment
     seed: int = 0  # of its samples
     is_restricted: bool = False  # True = drawn from a part of the vocabulary
+    conversation: Conversation | None = None  # None = a session with an environment
     max_votes: int = 0  # samples that the vote could have drawn; 0 = the answers were not voted on
 
 
@@ -66,5 +67,6 @@ class FeedbackSink(Protocol):
     def accept(self, answer_id: str, choice: int, label: FeedbackLabel) -> None:
         """Take a label; it is durable when the call returns.
 
-        Raises: DataError for an answer that this sink does not know; CheckpointError where the disk refuses.
+        Raises: UnknownAnswer for one that this sink does not know; DataError for a label that it cannot use;
+            CheckpointError where the disk refuses.
         """

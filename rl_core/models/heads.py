@@ -5,7 +5,9 @@ B rows, S tokens, H hidden.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +23,65 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_reward_model", "reward_model_from", "score", "score_batch", "score_batches", "sequence_scores"]
+__all__ = [
+    "HeadShape",
+    "last_states",
+    "load_reward_model",
+    "reward_model_from",
+    "score",
+    "score_batch",
+    "score_batches",
+    "sequence_scores",
+]
+
+_SHAPE = "reward_head"  # of a model's config: {"layers", "width"} of a head that is no single matrix
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Layers of a reward model's head, and units of its hidden ones."""
+
+    layers: int = 1
+    width: int = 256
+
+    def weights(self) -> tuple[str, ...]:
+        """Names of its weights in a model."""
+        if self.layers == 1:
+            return ("score.weight",)
+        names = tuple(f"score.{2 * place}.{kind}" for place in range(self.layers) for kind in ("weight", "bias"))
+        return names[:-1]  # the last layer has no offset, which ranking would leave free
+
+    def module(self, hidden_size: int) -> torch.nn.Module:
+        """The head: matrices with GELU between them."""
+        widths = [hidden_size, *[self.width] * (self.layers - 1)]
+        hidden = [
+            part
+            for before, after in itertools.pairwise(widths)
+            for part in (torch.nn.Linear(before, after), torch.nn.GELU())
+        ]
+        return torch.nn.Sequential(*hidden, torch.nn.Linear(widths[-1], 1, bias=False))
 
 
 def reward_model_from(
-    policy_path: str | Path, settings: ModelSettings, *, seed: int = 0
+    policy_path: str | Path, settings: ModelSettings, *, seed: int = 0, shape: HeadShape | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model whose trunk is the causal LM in `policy_path` and whose head is new, drawn from `seed`.
 
-    The head starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325.
+    The last matrix starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325; those before it at
+    N(0, 2 / H), He et al. 2015, arXiv:1502.01852, with offsets of 0. H = inputs of the matrix.
+    Args:
+        shape: of the head; None = one matrix.
     Raises: CheckpointError when the model cannot be read or its family has no sequence head.
     """
-    model, tokenizer = _load(policy_path, settings, may_miss=("score.weight",))
+    shape = shape or HeadShape()
+    model, tokenizer = _load(policy_path, settings, may_miss=shape.weights(), shape=shape)
     generator = torch.Generator().manual_seed(seed)
-    head: torch.Tensor = model.get_submodule("score").weight  # type: ignore[assignment]
-    start_1H = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
+    *hidden, last = [part for part in model.get_submodule("score").modules() if isinstance(part, torch.nn.Linear)]
     with torch.no_grad():
-        head.copy_(start_1H)
+        for part in hidden:
+            part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * (2 / part.in_features) ** 0.5)
+            part.bias.zero_()
+        last.weight.copy_(torch.randn(last.weight.shape, generator=generator) * (last.in_features + 1) ** -0.5)
     return model, tokenizer
 
 
@@ -57,21 +101,57 @@ def _load(
     *,
     may_miss: tuple[str, ...],
     options: Mapping[str, Any] | None = None,
+    shape: HeadShape | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForSequenceClassification
-
+    """`shape`: of a new head; None = that of the model's config."""
     tokenizer = load_tokenizer(path, settings)
     # transformers draws the head that a policy folder lacks: under a fork, so that the caller's random state stays
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = load_pretrained(
-            AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1, **(options or {})
+            _Classifier(shape), path, settings, may_miss=may_miss, num_labels=1, **(options or {})
         )
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear | torch.nn.Sequential):
         raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return (model if options else model.to(device_of(settings))).train(), tokenizer
+
+
+class _Classifier:
+    """transformers' classifier of a model's family, with a head of the given shape or of the one in its config."""
+
+    def __init__(self, shape: HeadShape | None) -> None:
+        self._shape = shape
+
+    def from_pretrained(self, place: str, **options: Any) -> Any:
+        """As `AutoModelForSequenceClassification.from_pretrained`."""
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        config = AutoConfig.from_pretrained(place, trust_remote_code=options.get("trust_remote_code", False))
+        shape = self._shape or HeadShape(**(getattr(config, _SHAPE, None) or {}))
+        if shape.layers == 1:
+            found = AutoModelForSequenceClassification.from_pretrained(place, **options)
+            model = found[0] if isinstance(found, tuple) else found
+            model.config.__dict__.pop(_SHAPE, None)  # of the head before this one
+            return found
+        family: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+        if family is None:
+            raise CheckpointError(f"'{place}' ({config.model_type}) has no sequence head")
+        options.pop("trust_remote_code", None)
+        return _with_head(family, shape).from_pretrained(place, **options)
+
+
+def _with_head(family: type[Any], shape: HeadShape) -> Any:
+    """The class of a family's classifiers, with a head of this shape, which its config records."""
+
+    def make(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        family.__init__(self, config, *arguments, **named)
+        if isinstance(getattr(self, "score", None), torch.nn.Linear):
+            self.score = shape.module(self.score.in_features)
+            setattr(self.config, _SHAPE, {"layers": shape.layers, "width": shape.width})
+
+    return type(family.__name__, (family,), {"__init__": make, "__module__": family.__module__})
 
 
 def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -84,6 +164,11 @@ def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_
     Returns: float32 [B].
     Raises: DataError when shapes differ or a row is empty.
     """
+    return model.get_submodule("score")(_last_states(model, input_ids_BS, lengths_B)).squeeze(-1).float()
+
+
+def _last_states(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """States [B, H] at the last real token of each row; arguments and errors of `sequence_scores`."""
     if input_ids_BS.ndim != 2 or lengths_B.shape != input_ids_BS.shape[:1]:
         raise DataError(f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match")
     if lengths_B.numel() and not (int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]):
@@ -92,8 +177,7 @@ def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_
     lengths_B1 = lengths_B.to(input_ids_BS.device)[:, None]
     batch = TrainBatch(input_ids_BS, places_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool))
     last_BS = places_S == lengths_B1 - 1
-    last_BH = hidden_states(model, batch, last_BS)[last_BS]
-    return model.get_submodule("score")(last_BH).squeeze(-1).float()
+    return hidden_states(model, batch, last_BS)[last_BS]
 
 
 @torch.no_grad()
@@ -137,6 +221,20 @@ def score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 @torch.no_grad()
 def score_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> list[float]:
     """Scores of token rows in one pass, in the model's present mode."""
+    scores: list[float] = sequence_scores(model, *_padded(model, rows, pad_id)).tolist()
+    return scores
+
+
+@torch.no_grad()
+def last_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> torch.Tensor:
+    """States [B, H] at the last token of token rows, in one pass of a causal model or a classifier."""
+    return _last_states(model, *_padded(model, rows, pad_id))
+
+
+def _padded(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_id: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token rows as one tensor [B, S] on the model's device, and their lengths [B]."""
     pad = pad_id if pad_id is not None else model.config.pad_token_id
     if pad is None or pad < 0:
         raise DataError(
@@ -147,5 +245,4 @@ def score_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id
     width = max(len(row) for row in rows)
     ids_BS = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], device=device)
     lengths_B = torch.tensor([len(row) for row in rows], device=device)
-    scores: list[float] = sequence_scores(model, ids_BS, lengths_B).tolist()
-    return scores
+    return ids_BS, lengths_B

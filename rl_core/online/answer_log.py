@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, cast
 
 from rl_core.environments.environment import Environment
-from rl_core.errors import CheckpointError, DataError, EnvironmentFault, SettingsError
+from rl_core.errors import CheckpointError, DataError, EnvironmentFault, SettingsError, UnknownAnswer
 from rl_core.inference.served_answers import FeedbackLabel, ServedAnswer
 from rl_core.online.canary_episodes import is_canary
 from rl_core.online.experience_log import ExperienceLog, LogReader, segments
@@ -126,7 +126,7 @@ class AnswerLog:
         with self._lock:
             given = self._given.get(answer_id)
             if given is None:
-                raise DataError(f"nothing is learned from answer '{answer_id}'")
+                raise UnknownAnswer(f"nothing is learned from answer '{answer_id}'")
             if choice >= len(given):
                 raise DataError(f"answer '{answer_id}' has {len(given)} choices, none with index {choice}")
             has_answer, has_score = label.answer is not None, label.score is not None

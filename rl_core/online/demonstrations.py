@@ -1,4 +1,4 @@
-"""Demonstrations out of a recorded buffer: the episodes that were right under their label, as conversations.
+"""Demonstrations out of a recorded buffer: episodes and chat answers that were right under their label.
 
 For a retraining: a file of them is new data of `prepare_data.demonstrations`.
 """
@@ -16,7 +16,7 @@ from rl_core.online.experience_log import LogReader
 from rl_core.online.labelled_rewards import labelled_rollouts
 from rl_core.online.labels import Label, prevailing, pseudo_label
 from rl_core.settings import OnlineLabelSettings
-from rl_core.types import Trajectory
+from rl_core.types import Conversation, Trajectory
 
 __all__ = ["demonstrations", "labelled_experiences"]
 
@@ -44,10 +44,16 @@ def labelled_experiences(log: Path, settings: OnlineLabelSettings) -> Iterator[t
     yield from ((experience, label) for experience, label in found.values() if label is not None)
 
 
-def demonstrations(log: Path, settings: OnlineLabelSettings, environment: Environment) -> Iterator[dict[str, Any]]:
-    """One right episode of each request: its messages, `request_id`, and the label's source.
+def demonstrations(
+    log: Path, settings: OnlineLabelSettings, environment: Environment | None
+) -> Iterator[dict[str, Any]]:
+    """One right answer of each request: its messages, `tools` where it had some, `request_id`, the label's source.
 
-    Raises: DataError where the log holds no experience of this environment that was right.
+    In a conversation the answer alone is imitated: earlier turns of the assistant have weight 0.
+
+    Args:
+        environment: whose episodes were served; None = conversations.
+    Raises: DataError where the log holds nothing of this environment that was right.
     """
     count = 0
     for experience, label in labelled_experiences(log, settings):
@@ -56,16 +62,29 @@ def demonstrations(log: Path, settings: OnlineLabelSettings, environment: Enviro
             best = next((r.trajectory for r in rollouts if r is not None and r.success and not r.is_truncated), None)
             if best is None:
                 continue
-            messages = _conversation(environment, best)
-        except (DataError, EnvironmentFault, SettingsError):
+            row = _answered(experience.conversation, best) if environment is None else _episode(environment, best)
+        except (DataError, EnvironmentFault, SettingsError, KeyError, TypeError):  # of values of another type
             continue
         count += 1
-        yield {"messages": messages, "request_id": experience.request_id, "label": label.source}
+        yield {**row, "request_id": experience.request_id, "label": label.source}
     if not count:
-        raise DataError(f"{log}: holds no episode of environment '{environment.name}' that is right under its label")
+        what = "conversation" if environment is None else f"episode of environment '{environment.name}'"
+        raise DataError(f"{log}: holds no {what} that is right under its label")
 
 
-def _conversation(environment: Environment, played: Trajectory) -> list[dict[str, Any]]:
+def _answered(conversation: Conversation | None, answer: Trajectory) -> dict[str, Any]:
+    """A conversation with the answer at its end."""
+    if conversation is None:
+        raise DataError("was recorded without its messages, or is an episode")
+    earlier = [
+        {**message, "weight": 0} if message["role"] == "assistant" else dict(message)
+        for message in conversation.messages
+    ]
+    row: dict[str, Any] = {"messages": [*earlier, {"role": "assistant", "content": answer.turns[-1].action}]}
+    return {**row, "tools": conversation.tools} if conversation.tools else row
+
+
+def _episode(environment: Environment, played: Trajectory) -> dict[str, Any]:
     """The messages of an episode, played again."""
     episode = environment.episode(seed=played.seed, level=played.level)
     try:
@@ -78,4 +97,4 @@ def _conversation(environment: Environment, played: Trajectory) -> list[dict[str
             messages += [dict(message) for message in step.messages]
     finally:
         episode.close()
-    return messages
+    return {"messages": messages}

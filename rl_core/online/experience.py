@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rl_core.errors import DataError
 from rl_core.online.voting import VoteOutcome
-from rl_core.types import Rollout, Trajectory
+from rl_core.types import Conversation, Rollout, Trajectory
 
 __all__ = ["Experience", "RecordedTop", "check_experience", "rollout_from_json", "rollout_to_json"]
 
@@ -78,6 +78,7 @@ class Experience:
     vote: VoteOutcome
     recorded: tuple[RecordedTop | None, ...]  # [G] the sampler's distribution; None = not recorded
     is_voted: bool = False  # True = the caller got the vote's answer alone, else all of them
+    conversation: Conversation | None = None  # None = a session, or a record of before it was kept
 
     @property
     def policy_version(self) -> int:
@@ -101,6 +102,7 @@ class Experience:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the inverse, to the last bit."""
+        kept = self.conversation
         return {
             "request_id": self.request_id,
             "caller": self.caller,
@@ -109,6 +111,7 @@ class Experience:
             "vote": self.vote.to_json(),
             "recorded": [top.to_json() if top is not None else None for top in self.recorded],
             "is_voted": self.is_voted,
+            "conversation": {"messages": kept.messages, "tools": kept.tools} if kept is not None else None,
         }
 
     @classmethod
@@ -123,6 +126,7 @@ class Experience:
                 VoteOutcome.from_json(row["vote"]),
                 tuple(RecordedTop.from_json(top) if top is not None else None for top in row["recorded"]),
                 bool(row.get("is_voted", False)),
+                Conversation(**kept) if (kept := row.get("conversation")) is not None else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"experience: {type(error).__name__}: {error}") from error

@@ -68,8 +68,9 @@ def served_experience(answers: Sequence[ServedAnswer], settings: VotingSettings,
     rollouts = tuple(_rollout(answer) for answer in answers)
     recorded = tuple(_recorded(answer.top, rollout) for answer, rollout in zip(answers, rollouts, strict=True))
     return Experience(
-        first.answer_id, first.caller or "anonymous", time, rollouts, outcome, recorded, is_voted=first.max_votes > 0
-    )
+        first.answer_id, first.caller or "anonymous", time, rollouts, outcome, recorded,
+        is_voted=first.max_votes > 0, conversation=first.conversation,
+    )  # fmt: skip
 
 
 def _rollout(answer: ServedAnswer) -> Rollout:

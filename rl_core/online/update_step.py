@@ -80,7 +80,8 @@ class GuardedLearner:
 
     L = clipped policy loss against the sampler's log-probs + coefficient KL(old || policy), both means over the loss
     tokens. A step whose mean KL(old || policy) lies beyond the limit, or that is not finite, leaves weights, moments
-    and average as they were. The coefficient is steered by the KL measured after the step, a refused one included.
+    and average as they were. The coefficient is steered by the KL measured after the step, refused or not, unless
+    the update has no error: then nothing drives the KL.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class GuardedLearner:
             return self.refuse(report, "nonfinite")
         kl = self._mean_kl(batches, found)
         report.kl_control["mean_kl"] = kl
-        if math.isfinite(kl):
-            self.kl_coef = self._next_coef(kl)
+        if math.isfinite(kl) and task.error > 0:
+            self.kl_coef = self._next_coef(kl, report.kl_control["before"])
         if not kl <= self.settings.kl_limit:
             # a step may be finite and still leave weights that give no finite number any more
             load_trainable_weights(self.model, weights)
@@ -271,10 +272,16 @@ class GuardedLearner:
         report.gradients = {"norm": norm, "clipped": min(norm, self.settings.max_grad_norm)}
         report.kl_control = {"coefficient": self.kl_coef, "target_kl": self.settings.kl_target, "before": before}
 
-    def _next_coef(self, kl: float) -> float:
+    def _next_coef(self, kl: float, before: float) -> float:
+        """The coefficient after a step that moved the KL of its tokens from `before` to `kl`.
+
+        The KL adds up over updates while the coefficient only changes its slope, so steering by its level alone swings
+        about the band. It is steered by the level that the KL would have after a few more steps like this one.
+        """
         settings = self.settings
+        ahead = max(0.0, kl + settings.kl_lookahead * (kl - before))
         return banded_kl_coef(
-            self.kl_coef, kl, target=settings.kl_target, tolerance=settings.kl_tolerance,
+            self.kl_coef, ahead, target=settings.kl_target, tolerance=settings.kl_tolerance,
             increase_factor=settings.kl_factor, decrease_factor=settings.kl_factor,
             minimum=settings.kl_coef_min, maximum=settings.kl_coef_max,
         )  # fmt: skip

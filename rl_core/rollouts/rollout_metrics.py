@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from rl_core.analysis.coherence_measures import contradictions, repetitions
+from rl_core.analysis.tool_steps import right_action_rate, tool_steps
 from rl_core.time_limits import hung_calls
-from rl_core.types import RolloutGroup
+from rl_core.types import RolloutGroup, Trajectory
 
-__all__ = ["mean_metrics", "rollout_metrics"]
+__all__ = ["conduct_metrics", "mean_metrics", "rollout_metrics"]
+
+MOST_TOOLS = 20  # with a metric of their own, the most used ones
+MetricName = re.compile(r"[A-Za-z0-9_.-]{1,60}")  # a name that a policy made up may be anything
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True) -> dict[str, float]:
@@ -18,7 +24,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
     completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
     of turns that misused a tool; tool/hung_calls counts late calls of this process that still run; policy/mean_logprob
     is per sampled token, in nats, under the distribution that it was drawn from, softmax(logits / temperature).
-    `with_success` False leaves success rates out, where the environment knows none.
+    `with_success` False leaves success rates out, where the environment knows none. Conduct: see `conduct_metrics`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -37,6 +43,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
         "tool/hung_calls": float(hung_calls()),
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),
     }
+    metrics |= conduct_metrics(played)
     if not with_success:
         del metrics["train/success_rate"]
         return metrics
@@ -44,6 +51,32 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
     for trajectory in played:
         by_level[trajectory.level].append(trajectory.success)
     return metrics | {f"train/success_rate_by_level/{level}": _mean(by_level[level]) for level in sorted(by_level)}
+
+
+def conduct_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+    """Loops, exploration, right actions (`analysis.tool_steps`), coherence, lengths and the use of each tool.
+
+    loop_rate: rollouts with a block of tool steps that is immediately repeated. exploration_efficiency: distinct useful
+    steps over steps, mean over rollouts with steps. coherent_rate: rollouts without a repeated action or an answer that
+    is taken back. tool/share/NAME: share of all calls. action_tokens_p10, _p90: of sampled tokens per rollout.
+    """
+    steps = [tool_steps(trajectory) for trajectory in played]
+    explored = [found.efficiency for found in steps if found.efficiency is not None]
+    right = [right_action_rate(trajectory, found) for trajectory, found in zip(played, steps, strict=True)]
+    calls = Counter(call.name for trajectory in played for turn in trajectory.turns for call in turn.calls)
+    lengths = sorted(trajectory.num_action_tokens for trajectory in played)
+    metrics = {
+        "train/loop_rate": _mean(found.loop_period > 0 for found in steps),
+        "train/right_action_rate": _mean(value for value in right if value is not None),
+        "train/coherent_rate": _mean(not (repetitions(t) or contradictions(t)) for t in played),
+        "train/action_tokens_p10": float(lengths[(len(lengths) - 1) // 10]),
+        "train/action_tokens_p90": float(lengths[-(-(len(lengths) - 1) * 9 // 10)]),
+        "tool/used_rate": _mean(any(turn.calls for turn in trajectory.turns) for trajectory in played),
+    }
+    if explored:
+        metrics["train/exploration_efficiency"] = _mean(explored)
+    named = {name: count for name, count in calls.most_common(MOST_TOOLS) if MetricName.fullmatch(name)}
+    return metrics | {f"tool/share/{name}": count / calls.total() for name, count in sorted(named.items())}
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -37,6 +37,7 @@ from rl_core.settings.policy import (
     PolicySettings,
     ReplaySettings,
 )
+from rl_core.settings.rating import RatingSettings
 from rl_core.settings.references import ReferenceSettings
 from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
@@ -107,6 +108,7 @@ __all__ = [
     "PolicySettings",
     "PreferenceSettings",
     "RegexSettings",
+    "RatingSettings",
     "ReferenceSettings",
     "ReplaySettings",
     "RewardModelSettings",

@@ -12,7 +12,7 @@ from typing import Any, Self
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings.defaults import ModelDefault
 from rl_core.settings.peer_names import peer_hint
-from rl_core.settings.values import fits, words
+from rl_core.settings.values import comparison_hint, fits, words
 
 __all__ = ["Settings", "setting"]
 
@@ -118,7 +118,7 @@ def _remedy(value: Any, hint: Any) -> str:
     ]
     is_number = isinstance(value, str) and value.strip().lstrip("+-")[:1].isdigit()
     if isinstance(value, str) and named and not is_number:
-        return f"; {nearest(value, map(str, named))}"
+        return comparison_hint(value, named) or f"; {nearest(value, map(str, named))}"
     if isinstance(value, str) and {int, float} & set(choices):
         return "; it is text, leave out the quotes"
     blocks = [choice for choice in choices if dataclasses.is_dataclass(choice) and isinstance(choice, type)]

@@ -120,6 +120,9 @@ class OnlineUpdateSettings(OptimizerSettings):
     kl_target: float = setting(0.05, gt=0, doc="target of the mean KL after an update, nats per loss token")
     kl_tolerance: float = setting(0.01, ge=0, doc="half-width of the band around the target")
     kl_factor: float = setting(1.2, gt=1, doc="factor by which the coefficient moves outside the band")
+    kl_lookahead: float = setting(
+        4.0, ge=0, le=1000, doc="updates by which the KL is extrapolated, at its last change, before it is compared"
+    )
     kl_coef_min: float = setting(1e-4, gt=0, doc="least coefficient")
     kl_coef_max: float = setting(1.0, gt=0, doc="largest coefficient")
     kl_limit: float = setting(0.2, gt=0, doc="mean KL beyond which an update is refused and taken back")

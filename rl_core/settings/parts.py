@@ -260,7 +260,9 @@ class AnalysisSettings(Settings):
     """Trajectory analysis."""
 
     bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="bootstrap resamples per interval")
-    side_by_side: int = setting(5, ge=0, le=10_000, doc="episodes shown side by side in the report")
+    side_by_side: int = setting(
+        20, ge=0, le=10_000, doc="episodes shown side by side in the report, half of them lost by the last model"
+    )
     probe_episodes: int = setting(
         100, ge=0, le=1_000_000, doc="episodes per model for teacher-forced entropy, KL and coherence; 0 = none"
     )

@@ -131,6 +131,13 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token; the band is +-20% of it")
     kl_horizon: int = setting(10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full")
+    sampler_kl_max: float | None = setting(
+        None,
+        gt=0,
+        doc="hard limit of KL(sampler || trainer) on fresh rollouts, nats per token: beyond it the run stops, and "
+        "nothing of the iteration is saved; default: 0.001 in float32, 0.1 in bfloat16 and float16, none with "
+        "`dropout`, `importance` or `importance_mask`, which allow for other samplers",
+    )
     kl_max: float | None = setting(
         None, gt=0, doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back"
     )
@@ -167,6 +174,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     overlong_buffer: int | None = setting(
         None, ge=0, doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0"
+    )
+    mask_truncated: bool = setting(
+        False,
+        doc="true: the tokens of a rollout that max_completion_tokens or the context cut carry no loss; its reward "
+        "counts in its group all the same (overlong filtering, arXiv:2503.14476)",
     )
     filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| are masked")
     rewards: dict[str, float] = setting({"task": 1.0}, is_code=True, doc="reward components and their weights")
@@ -267,6 +279,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it, or set "
                 "algorithm to ppo"
+            )
+        if self.mask_truncated and self.value_function is not None:
+            raise SettingsError(
+                "mask_truncated: goes with advantages by comparison; with a critic, critic.bootstrap_limits says what "
+                "a limit means"
             )
         several = self.epochs * self.minibatches > 1
         if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":

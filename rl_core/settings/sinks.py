@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 
 from rl_core.errors import SettingsError, nearest
 
-__all__ = ["ALERTS_DOC", "SINKS", "SINKS_DOC", "check_alerts", "check_sinks", "condition_of"]
+__all__ = ["ALERTS_DOC", "SINKS", "SINKS_DOC", "check_alerts", "check_installed", "check_sinks", "condition_of"]
 
 SINKS = ("tensorboard", "wandb", "prometheus", "dogstatsd")
 SINKS_DOC = (
@@ -18,6 +19,8 @@ ALERTS_DOC = (
     "metric -> condition, as policy/ref_kl: '> 0.5'; each time one comes true, the event posttrain.alert is emitted, "
     "which the webhook gets; reward/alarm: '> 0' is always there, unless it is named"
 )
+_PACKAGES = {"prometheus": ("prometheus_client", "prometheus-client"), "dogstatsd": ("datadog", "datadog")}
+_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "dogstatsd": "datadog"}
 _CONDITION = re.compile(r"([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
@@ -26,6 +29,15 @@ def check_sinks(sinks: Iterable[str]) -> None:
     for sink in sinks:
         if sink.partition(":")[0] not in SINKS:
             raise SettingsError(f"sinks: {sink!r} is no tracker; {nearest(sink.partition(':')[0], SINKS)}")
+
+
+def check_installed(sink: str) -> None:
+    """Raises: SettingsError where the package of a tracker is missing; nothing is imported."""
+    kind = sink.partition(":")[0]
+    module, package = _PACKAGES.get(kind, (kind, kind))
+    if importlib.util.find_spec(module) is None:
+        extra = f", or posttrain[{_EXTRAS[kind]}]" if kind in _EXTRAS else ""
+        raise SettingsError(f"{kind} needs the package {package}; install it{extra}")
 
 
 def check_alerts(alerts: Mapping[str, str]) -> None:

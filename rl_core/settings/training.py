@@ -68,6 +68,10 @@ class LoopSettings(Settings):
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
+    history_seconds: float = setting(
+        5.0, ge=0, le=1e6, doc="seconds between two exports of metrics_history.json while training, at least"
+    )
+    history_window: int = setting(10, ge=2, le=1000, doc="observations behind the means and slopes in that file")
     launch: LaunchSettings = setting(LaunchSettings(), doc="process launch; not part of the stage's key")
 
 
@@ -93,10 +97,26 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     )
 
 
+TIES_DOC = (
+    "model of pairs of which neither side is better (`tie: true`): rao_kupper (1967) or davidson (1970), as losses "
+    "arXiv:2409.17431; without such pairs neither changes anything"
+)
+TIE_PROBABILITY_DOC = "probability of a tie between two answers of equal reward, the one parameter of either model"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(OptimizerSettings, LoopSettings):
-    """Bradley-Terry reward model on preference pairs."""
+    """Reward model: Bradley-Terry on preference pairs, or regression on scores."""
 
+    loss: Literal["bradley_terry", "mse"] = setting(
+        "bradley_terry",
+        doc="bradley_terry: on pairs; mse: regression on rows with a `score`, which are standardised over the "
+        "training rows (arXiv:2406.08673)",
+    )
+    head_layers: int = setting(1, ge=1, le=8, doc="layers of the head on the last token's state; 1 = linear")
+    head_width: int = setting(256, ge=1, le=65_536, doc="units of a hidden layer of the head, where it has several")
+    ties: Literal["rao_kupper", "davidson"] = setting("rao_kupper", doc=TIES_DOC)
+    tie_probability: float = setting(0.5, gt=0, lt=1, doc=TIE_PROBABILITY_DOC)
     learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
@@ -111,6 +131,11 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Pairs need rollouts that differ."""
         self.sampling.check_varied()
+
+    @property
+    def use(self) -> Literal["reward_model", "reward_regression"]:
+        """Rows that it learns from, by the names of `rl_core.data.row_uses.misfit`."""
+        return "reward_regression" if self.loss == "mse" else "reward_model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +163,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     label_smoothing: float = setting(
         0.0, ge=0, lt=0.5, doc="assumed share of mislabelled pairs; above 0: conservative DPO"
     )
+    ties: Literal["rao_kupper", "davidson"] = setting("rao_kupper", doc=f"dpo: {TIES_DOC}; ipo: a tie's target is 0")
+    tie_probability: float = setting(0.5, gt=0, lt=1, doc=TIE_PROBABILITY_DOC)
     sft_coef: float = setting(
         0.0, ge=0, doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)"
     )

@@ -5,10 +5,25 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["fits", "words"]
+__all__ = ["comparison_hint", "fits", "words"]
+
+# Comparisons by name, as other tools write them.
+_COMPARISONS = {
+    ">": ("greater", "greater_than", "gt", "above", "more"),
+    ">=": ("greater_equal", "greater_or_equal", "greater_than_or_equal", "ge", "gte", "at_least", "min"),
+    "<": ("less", "less_than", "lt", "below", "smaller", "lower"),
+    "<=": ("less_equal", "less_or_equal", "less_than_or_equal", "le", "lte", "at_most", "max"),
+}
+
+
+def comparison_hint(value: Any, choices: Iterable[Any]) -> str:
+    """The sign that a comparison's name stands for, as a remedy; "" where it is none or the sign is no choice."""
+    name = str(value).strip().casefold().replace("-", "_").replace(" ", "_")
+    signs = [sign for sign, names in _COMPARISONS.items() if name in names and sign in set(choices)]
+    return f"; '{value}' is written '{signs[0]}'" if signs else ""
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -118,7 +118,7 @@ VERL: tuple[tuple[str, str, str], ...] = (
     # ---------------------------------------------------------------- trainer
     ("trainer.project_name", "=tracking.experiment", "MLflow's experiment"),
     ("trainer.experiment_name", "name", "of the pipeline: letters, digits, '.', '_' and '-'"),
-    ("trainer.logger", "tracking.uri", "pipelines log to MLflow; in Python tracker= takes others"),
+    ("trainer.logger", "tracking.sinks", "places beside MLflow, which has every run; in Python tracker="),
     ("trainer.default_local_dir", "output", "folder of all pipelines; each has its own in it"),
     ("trainer.nnodes", f"={_P}.launch.nodes", "same; with kind: torchrun"),
     ("trainer.n_gpus_per_node", f"={_P}.launch.processes", "one process per GPU; with kind: torchrun"),

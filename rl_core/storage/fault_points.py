@@ -27,6 +27,7 @@ RUNS = {
     "deployment": "a run of a deployment",
     "service": "posttrain service up",
     "serve": "posttrain serve",
+    "prefer": "posttrain prefer",
     "online": "posttrain online",
 }
 
@@ -200,6 +201,9 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
     ),
     "serving": _group(
         ("feedback.kept", "a label is in the journal, its sender does not know", "serve"),
+    ),
+    "preferences by people": _group(
+        ("rating.kept", "a rating, or its undo, is in the journal, the page does not know", "prefer"),
     ),
     "online learning": _group(
         ("online.appended", "records of the buffer are on the disk, nobody knows", "online"),

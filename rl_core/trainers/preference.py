@@ -20,8 +20,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.inference.sampling import sequence_seed
 from rl_core.losses.labelled import kto_loss, kto_reference_point
-from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
-from rl_core.losses.reference_free import orpo_loss, simpo_loss
+from rl_core.losses.preference import chosen_nll
 from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
@@ -29,6 +28,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, lazy_batches
 from rl_core.settings import PreferenceSettings
+from rl_core.trainers.pair_losses import pair_loss, tied_pair_loss
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
@@ -92,6 +92,7 @@ class _ComparedPairBatch:
     ref_rejected_B: torch.Tensor
     places_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
     desirable_B: torch.Tensor  # bool [B], labels of KTO; False for pairs
+    ties_B: torch.Tensor  # bool [B], True = neither side is better
 
 
 class _Sums(NamedTuple):
@@ -101,6 +102,7 @@ class _Sums(NamedTuple):
     loss_tokens: int
     desirable: int
     reference_point: float  # of KTO
+    ordered: int  # pairs that are no ties
 
 
 class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
@@ -141,10 +143,16 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         masked = settings.needs_reference and settings.dropout and drops_out(model)
         self._mask_seed = sequence_seed(seed, "masks") if masked else None
         self.settings, self._pad_id, self._device = settings, pad_id, next(model.parameters()).device
+        self._has_ties = False
         found: list[list[Reference]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
+            num_ties = 0
             for place, pair in enumerate(pairs):
                 _check_pair(pair, f"pairs_{name}[{place}]", settings)
+                num_ties += pair.tie
+            self._has_ties = self._has_ties or num_ties > 0
+            if name == "heldout" and num_ties and num_ties == len(pairs):
+                raise DataError(f"pairs_heldout: all {num_ties} are ties, so no order can be checked; hold out more")
             rows: Sequence[Reference] = [NO_REFERENCE] * len(pairs)
             if not settings.needs_reference:
                 pass
@@ -236,6 +244,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
                 torch.tensor([each.place for each in some]),
                 torch.tensor([bool(each.pair.desirable) for each in some]),
+                torch.tensor([each.pair.tie for each in some]),
             )
 
         return LazyRows(len(groups), made)
@@ -249,9 +258,12 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 sum(sum(pair.chosen.loss_mask) for pair in pairs),
                 sum(bool(pair.desirable) for pair in pairs),
                 self._reference_point(examples),
+                0,
             )
             return lambda batch: self._labelled_loss(batch, sums)
-        sums = _Sums(len(pairs), sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs), 0, 0.0)
+        tokens = sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs)
+        ordered = sum(not p.tie for p in pairs)
+        sums = _Sums(len(pairs), tokens, 0, 0.0, ordered)
         return lambda batch: self._loss(batch, sums)
 
     def _reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
@@ -305,7 +317,12 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         logprobs = chosen_B, rejected_B
         references = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
         tokens = loss_mask_BS.sum(1).chunk(2)
-        loss, metrics = _pair_loss(settings, logprobs, references, tokens, num_pairs)
+        if self._has_ties:
+            loss, metrics = tied_pair_loss(
+                settings, logprobs, references, tokens, batch.ties_B.to(self._device), num_pairs, sums.ordered
+            )
+        else:
+            loss, metrics = pair_loss(settings, logprobs, references, tokens, num_pairs)
         if settings.sft_coef > 0:
             nll, nll_metrics = chosen_nll(logprobs[0], tokens[0], num_pairs=num_pairs)
             loss, metrics = loss + settings.sft_coef * nll, metrics | nll_metrics
@@ -321,33 +338,21 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         return loss, metrics
 
 
-Sides = tuple[torch.Tensor, ...]  # (chosen, rejected), each [B]
-
-
-def _pair_loss(
-    settings: PreferenceSettings, logprobs: Sides, references: Sides, tokens: Sides, num_pairs: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss that the settings name: dpo from sums over the tokens, the others from means."""
-    if settings.loss == "dpo":
-        return dpo_loss(
-            *logprobs, *references,
-            num_pairs=num_pairs, beta=settings.beta, label_smoothing=settings.label_smoothing,
-        )  # fmt: skip
-    means = logprobs[0] / tokens[0], logprobs[1] / tokens[1]
-    if settings.loss == "simpo":
-        return simpo_loss(*means, num_pairs=num_pairs, beta=settings.beta, gamma=settings.simpo_gamma)
-    if settings.loss == "orpo":
-        return orpo_loss(*means, num_pairs=num_pairs, beta=settings.beta)
-    ref_means = references[0] / tokens[0], references[1] / tokens[1]
-    return ipo_loss(*means, *ref_means, num_pairs=num_pairs, beta=settings.beta)
-
-
 def _loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
     rows = [[False] * len(side.prompt_ids) + list(side.loss_mask) for side in sides]
     return pad_rows(rows, False, dtype=torch.bool, width=width)
 
 
 def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
+    if pair.tie and (settings.loss not in ("dpo", "ipo") or settings.label_smoothing > 0 or settings.sft_coef > 0):
+        what = (
+            "label_smoothing"
+            if settings.label_smoothing > 0
+            else "sft_coef"
+            if settings.sft_coef > 0
+            else settings.loss
+        )
+        raise DataError(f"{name}: is a tie, which {what} does not take; leave ties out")
     if (pair.desirable is None) == (settings.loss == "kto"):
         needed = "labelled completions" if settings.loss == "kto" else "pairs, chosen and rejected"
         raise DataError(f"{name}: the loss {settings.loss} needs {needed}")

@@ -97,7 +97,10 @@ def run_loop(
     """
     tracker, memory = tracker or MemoryTracker(), memory or LoopMemory()
     process_group = trainer.optimizer_step.process_group
-    metrics = LoopMetrics(tracker, memory, clock, process_group.is_rank_zero, export_to=history)
+    metrics = LoopMetrics(
+        tracker, memory, clock, process_group.is_rank_zero, export_to=history,
+        export_seconds=settings.history_seconds, export_window=settings.history_window,
+    )  # fmt: skip
     fingerprint = {**(fingerprint or {}), "runtime": runtime_fingerprint(trainer.model)}
     loop = _Loop(
         trainer,

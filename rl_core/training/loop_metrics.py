@@ -17,8 +17,6 @@ __all__ = ["LoopMetrics"]
 
 logger = logging.getLogger(__name__)
 
-EXPORT_SECONDS = 5.0  # between two exports of the history while training
-
 
 @dataclass
 class LoopMetrics:
@@ -29,6 +27,8 @@ class LoopMetrics:
     clock: Callable[[], float]
     is_rank_zero: bool  # True = this process is the one that logs and writes
     export_to: Path | str | None = None
+    export_seconds: float = 5.0  # between two exports of the history while training
+    export_window: int = 10  # of the export's means and slopes
     _exported: float | None = None  # when, by `clock`
     _overheads: dict[str, float] = field(default_factory=dict)  # seconds, not yet reported
 
@@ -46,7 +46,7 @@ class LoopMetrics:
         if self.is_rank_zero:
             self.tracker.log_metrics(finite, step)
         self.memory.history.observe(finite, step)
-        self.export(EXPORT_SECONDS)
+        self.export(self.export_seconds)
         self.spent("tracking", started)
         return finite
 
@@ -68,7 +68,7 @@ class LoopMetrics:
         if self._exported is not None and self.clock() - self._exported < after:
             return
         try:
-            write_text_atomic(self.export_to, self.memory.history.to_json())
+            write_text_atomic(self.export_to, self.memory.history.to_json(window=self.export_window))
         except (CheckpointError, OSError) as error:  # a dashboard's file is an extra; what is kept still raises
             logger.warning("the history of metrics is not shown: %s", error)
         self._exported = self.clock()

@@ -11,6 +11,11 @@ from rl_core.metrics import MetricHistory
 __all__ = ["LoopMemory", "LoopOutcome", "LoopProgress"]
 
 HISTORY = 500  # newest values of each metric that are kept
+_REASONS = {
+    "iterations": "as many as were set",
+    "patience": "then patience ran out: evaluations got no better",
+    "callback": "stopped by a callback",
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,11 @@ class LoopOutcome:
     seconds: float = 0.0  # of this process
     # the newest values of every metric
     history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY), repr=False)
+
+    @property
+    def ended(self) -> str:
+        """Length and reason for people: `142 iterations (success 98% over ten)`."""
+        return f"{self.iterations} iterations ({_REASONS.get(self.stop_reason, self.stop_reason)})"
 
 
 @dataclass

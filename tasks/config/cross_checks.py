@@ -11,15 +11,16 @@ from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
+from rl_core.settings.sinks import check_installed
 from tasks.config.code_checks import code_problems
-from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
+from tasks.config.curriculum_checks import POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import names, policy_stages
 
-__all__ = ["METRICS", "check_combinations", "find_waste"]
+__all__ = ["check_combinations", "find_waste"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def check_combinations(
         *_stages(settings),
         *_sampling(settings),
         *_loops(settings),
+        *_sinks(settings),
         *(_Finding(problem, ()) for problem in code_problems(settings, import_code)),
         *_environment(settings, import_code),
         *_rewards(settings, import_code),
@@ -108,6 +110,14 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
             ("stages", "sft"),
             "learns from what stages.prepare_data reads or makes; add `prepare_data: {}`",
             path,
+            ("stages", "prepare_data"),
+        )
+    has_preferences = stages.prepare_data is not None and stages.prepare_data.preferences is not None
+    if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_preferences:
+        yield _finding(
+            ("stages", "reward_model", "loss"),
+            "mse learns from scored answers; name a file of rows with prompt, completion and score in "
+            "stages.prepare_data.preferences, or use bradley_terry",
             ("stages", "prepare_data"),
         )
     if stages.evaluate is not None and not trained and settings.model.path is None:
@@ -187,6 +197,15 @@ def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
                 f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
                 ("stages", name, "eval_every"),
             )
+
+
+def _sinks(settings: PipelineSettings) -> Iterator[_Finding]:
+    """The package of each place of metrics is installed."""
+    for index, sink in enumerate(settings.tracking.sinks):
+        try:
+            check_installed(sink)
+        except PosttrainError as error:
+            yield _finding(("tracking", "sinks", index), str(error))
 
 
 def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

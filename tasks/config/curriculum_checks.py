@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from rl_core.curriculum.conditions import metric_name
+from rl_core.curriculum.conditions import average_hint, metric_name
 from rl_core.curriculum.manager import END
+from rl_core.curriculum.watched_metrics import missing_because, watched_metrics
 from rl_core.errors import nearest
 from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
 from tasks.config.problems import Key, Problem
 
-__all__ = ["METRICS", "POLICY", "curriculum_problems"]
+__all__ = ["POLICY", "curriculum_problems"]
 
-# What an exit condition may watch: the metrics that every iteration of the policy stage has, with the range of their
-# values. `success_rate` is short for `train/success_rate`.
-METRICS: dict[str, tuple[float, float]] = {
-    "train/success_rate": (0.0, 1.0),
-    "train/truncation_rate": (0.0, 1.0),
-    "train/completion_tokens": (0.0, math.inf),
-    "train/action_tokens": (0.0, math.inf),
-    "train/turns": (0.0, math.inf),
-    "tool/calls": (0.0, math.inf),
-    "tool/misuse_rate": (0.0, 1.0),
-    "tool/hung_calls": (0.0, math.inf),
-    "policy/mean_logprob": (-math.inf, 0.0),
-    "reward/mean": (-math.inf, math.inf),
-    "reward/std": (0.0, math.inf),
-}
-
-_UPDATE_KL = (
-    "the KL of one update is policy/update_kl, that to the reference policy/ref_kl; neither can be watched here"
-)
+_UPDATE_KL = "the KL of one update is policy/update_kl, that to the reference policy/ref_kl"
 # Names of peers, and ours of before, under any prefix.
 _OTHER_NAMES = {"kl": _UPDATE_KL, "kl_k1": _UPDATE_KL}
 
 POLICY: Key = ("stages", "policy")
 
-Ranges = Mapping[str, tuple[float, float]]  # least and largest value of each metric
 Found = tuple[Problem, tuple[Key, ...]]  # a problem, and the other keys that it rests on
 
 
@@ -51,9 +33,6 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY, "curriculum")
-    parts = [f"{kind}/{name.replace(':', '.')}" for name in policy.rewards for kind in ("reward", "reward/weighted")]
-    metrics = METRICS | dict.fromkeys(parts, (-math.inf, math.inf))
-    metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
     for index, stage in enumerate(stages):
         here: Key = (*key, index)
         last = index == len(stages) - 1
@@ -62,9 +41,9 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
             yield _found(here, f"{text}; add exit_conditions or max_iterations")
         limit = policy.iterations if stage.max_iterations is None else min(stage.max_iterations, policy.iterations)
         for number, condition in enumerate(stage.exit_conditions):
-            yield from _condition(condition, (*here, "exit_conditions", number), limit, metrics)
+            yield from _condition(condition, (*here, "exit_conditions", number), limit, policy)
         if stage.rollback is not None:
-            yield from _rollback(stage.rollback, (*here, "rollback"), limit, metrics)
+            yield from _rollback(stage.rollback, (*here, "rollback"), limit, policy)
             if stage.rollback.to == "previous" and index == 0:
                 text = "previous: there is no stage before the first one; use entry"
                 yield _found((*here, "rollback", "to"), text)
@@ -75,20 +54,21 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
             yield _found(key, f"a stage cannot be named '{name}'; give it another name")
     yield from _reachable(policy, key)
     if policy.early_stop is not None:
-        yield from _condition(policy.early_stop, (*POLICY, "early_stop"), policy.iterations, metrics)
+        yield from _condition(policy.early_stop, (*POLICY, "early_stop"), policy.iterations, policy)
     if policy.rollback is not None:
-        yield from _rollback(policy.rollback, (*POLICY, "rollback"), policy.iterations, metrics)
+        yield from _rollback(policy.rollback, (*POLICY, "rollback"), policy.iterations, policy)
         if policy.rollback.to == "previous" and len(stages) < 2:
             text = "previous: there is but one curriculum stage; use entry, or add stages to curriculum"
             yield _found((*POLICY, "rollback", "to"), text, key)
 
 
-def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:
+def _rollback(rollback: RollbackSettings, key: Key, iterations: int, policy: PolicySettings) -> Iterator[Found]:
     """The metric exists, can fall by the margin, and there is time to see it."""
-    name = metric_name(rollback.metric)
+    name, metrics = metric_name(rollback.metric), watched_metrics(policy)
     if name not in metrics:
-        yield _unknown(rollback.metric, key, metrics)
+        yield _unknown(rollback.metric, key, policy)
         return
+    iterations //= _every(name, policy)
     low, high = metrics[name]
     if rollback.margin >= high - low:
         yield _found(
@@ -111,7 +91,18 @@ def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ra
         )
 
 
-def _unknown(metric: str, key: Key, metrics: Ranges) -> Found:
+def _every(name: str, policy: PolicySettings) -> int:
+    """Iterations between two observations of a metric."""
+    return policy.eval_every if name.startswith("eval/") else 1
+
+
+def _unknown(metric: str, key: Key, policy: PolicySettings) -> Found:
+    """A metric that this configuration never logs: which setting it needs, our words for it, or the nearest name."""
+    metrics = watched_metrics(policy)
+    if needs := missing_because(metric_name(metric), policy):
+        return _found((*key, "metric"), f"'{metric}' is never logged with these settings; it needs {needs}", POLICY)
+    if average := average_hint(metric):
+        return _found((*key, "metric"), f"no such metric '{metric}'; {average}", (*key, "window"))
     if (other := _OTHER_NAMES.get(metric.rpartition("/")[2])) is not None:
         return _found((*key, "metric"), f"no such metric '{metric}'; {other}")
     known = [*metrics, *(name.removeprefix("train/") for name in metrics if name.startswith("train/"))]
@@ -146,29 +137,31 @@ def _shortest(condition: ExitCondition) -> int:
     return condition.window + condition.patience - 1
 
 
-def _condition(condition: ExitCondition, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:
+def _condition(condition: ExitCondition, key: Key, iterations: int, policy: PolicySettings) -> Iterator[Found]:
     """The metric exists, the threshold can be met, the window can fill and the condition hold for its patience."""
+    name = metric_name(condition.metric)
     if condition.function is None:
-        yield from _threshold(condition, key, metrics)
-    if condition.function is None and metric_name(condition.metric) not in metrics:
-        return
+        yield from _threshold(condition, key, policy)
+        if name not in watched_metrics(policy):
+            return
+        iterations //= _every(name, policy)
     if _shortest(condition) > iterations:
         patience = f" with a patience of {condition.patience}" if condition.patience > 1 else ""
+        what = "evaluations" if condition.function is None and _every(name, policy) > 1 else "iterations"
         yield _found(
             (*key, "window"),
-            f"{condition.window} iterations{patience} never fill within the {iterations} of its stage, so it never "
-            "holds",
+            f"{condition.window} {what}{patience} never fill within the {iterations} of its stage, so it never holds",
             (*POLICY, "iterations"),
             (*key, "patience"),
             key[:-2],
         )
 
 
-def _threshold(condition: ExitCondition, key: Key, metrics: Ranges) -> Iterator[Found]:
+def _threshold(condition: ExitCondition, key: Key, policy: PolicySettings) -> Iterator[Found]:
     """The metric exists, and the threshold can be met."""
-    name = metric_name(condition.metric)
+    name, metrics = metric_name(condition.metric), watched_metrics(policy)
     if name not in metrics:
-        yield _unknown(condition.metric, key, metrics)
+        yield _unknown(condition.metric, key, policy)
         return
     what = condition.metric if condition.statistic == "mean" else f"the slope of {condition.metric}"
     low, high = metrics[name] if condition.statistic == "mean" else _slopes(*metrics[name], condition.window)

@@ -11,7 +11,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["SCHEDULES", "TRL_DEFAULTS", "TRL_RULES", "Found", "Given", "chosen", "one", "pipeline_name", "restriction"]
+__all__ = [
+    "SCHEDULES",
+    "TRL_DEFAULTS",
+    "TRL_RULES",
+    "Found",
+    "Given",
+    "chosen",
+    "one",
+    "pipeline_name",
+    "restriction",
+    "sinks",
+]
 
 Found = dict[str, Any] | None
 
@@ -197,6 +208,19 @@ def restriction(name: str, off: tuple[Any, ...]) -> Callable[[Given], Found]:
     return lambda given: {} if given[name] in off else None
 
 
+def sinks(name: str) -> Callable[[Given], Found]:
+    """Places of metrics beside MLflow, which has every run: those that are sinks here."""
+
+    def rule(given: Given) -> Found:
+        value = given[name]
+        places = set(value if isinstance(value, list) else [value]) - {"mlflow", "none", "console", None}
+        if not places <= {"wandb", "tensorboard"}:
+            return None
+        return {"tracking.sinks": sorted(places)} if places else {}
+
+    return rule
+
+
 TRL_RULES: dict[str, Callable[[Given], Found]] = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"),
@@ -212,6 +236,7 @@ TRL_RULES: dict[str, Callable[[Given], Found]] = {
     "bf16": one("STAGE.autocast", "bf16", chosen({True: "bfloat16", False: "none"})),
     "use_cpu": one("model.device", "use_cpu", chosen({True: "cpu", False: "auto"})),
     "run_name": one("name", "run_name", pipeline_name),
+    "report_to": sinks("report_to"),
     "project": one("tracking.experiment", "project", str),
     "eval_steps": one("STAGE.eval_every", "eval_steps", _whole),
     "eval_strategy": lambda g: {f"{g.stage}.eval_every": 0} if g["eval_strategy"] == "no" else _eval_by_steps(g),

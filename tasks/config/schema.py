@@ -20,6 +20,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.settings import Settings
 from rl_core.settings.defaults import is_open
 from rl_core.settings.peer_names import peer_hint, peer_hints_within
+from rl_core.settings.values import comparison_hint
 from tasks.config.problems import Key, Problem, overlap, shown
 
 __all__ = ["model_of", "read"]
@@ -242,7 +243,7 @@ def _problem(cls: type[Settings], error: Any) -> Problem:
         doc = _field(cls, key).metadata["doc"]
         return Problem(key, f"is missing; add it [{doc}]")
     expected = _expected(cls, key)
-    return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found)}")
+    return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found, _hint_at(cls, key))}")
 
 
 def _suggestion(cls: type[Settings], key: Key, found: Any) -> str:
@@ -334,8 +335,10 @@ def _type_words(hint: Any, limits: str = "") -> str:
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a value")
 
 
-def _hint(kind: str, found: Any) -> str:
+def _hint(kind: str, found: Any, hint: Any = None) -> str:
     """Remedy for a common slip; "" for any other."""
+    if kind == "literal_error":
+        return comparison_hint(found, typing.get_args(hint))
     if kind in ("int_type", "int_from_float") and isinstance(found, float) and found == int(found):
         return f"; write {int(found)}"
     if kind in ("int_type", "float_type") and isinstance(found, str):

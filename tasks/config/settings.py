@@ -24,6 +24,7 @@ from rl_core.settings import (
     OnlineSettings,
     PolicySettings,
     PreferenceSettings,
+    RatingSettings,
     RewardModelSettings,
     ServingSettings,
     Settings,
@@ -222,9 +223,9 @@ class StagesSettings(Settings):
 
     @property
     def preference_uses(self) -> tuple[str, ...]:
-        """Uses of the preference rows: a loss, "reward_model", or both (see `rl_core.data.records.misfit`)."""
+        """Uses of the preference rows: a loss, the reward model's, or both (see `rl_core.data.row_uses.misfit`)."""
         losses = (self.preference.loss,) if self.preference is not None else ()
-        return (*losses, "reward_model") if self.reward_model is not None else losses
+        return losses if self.reward_model is None else (*losses, self.reward_model.use)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +270,9 @@ class PipelineSettings(Settings):
     retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
     serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
     stages: StagesSettings = setting(doc="what is done")
+    prefer: RatingSettings | None = setting(
+        None, doc="the page of `posttrain prefer`, where people compare answers; `{}` = its defaults"
+    )
     online: OnlineSettings | None = setting(
         None, doc="learning from what is served, `posttrain serve --learn`; `{}` = its defaults"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tasks.config.peer_values import SCHEDULES, Found, Given, chosen, one, pipeline_name, restriction
+from tasks.config.peer_values import SCHEDULES, Found, Given, chosen, one, pipeline_name, restriction, sinks
 
 __all__ = ["VERL_DEFAULTS", "VERL_RULES"]
 
@@ -137,6 +137,7 @@ VERL_RULES: dict[str, Callable[[Given], Found]] = {
     ),
     **dict.fromkeys(("custom_reward_function.path", "custom_reward_function.name"), _verl_reward),
     **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node"), _launch),
+    "trainer.logger": sinks("trainer.logger"),
     "trainer.experiment_name": one("name", "trainer.experiment_name", pipeline_name),
     "trainer.save_freq": _frequency(f"{_P}.checkpoint_every", "trainer.save_freq"),
     "trainer.test_freq": _frequency(f"{_P}.eval_every", "trainer.test_freq"),

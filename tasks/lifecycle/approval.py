@@ -34,6 +34,7 @@ from tasks.tracking import ModelVersion, Tracking
 __all__ = [
     "APPROVED",
     "REJECTED",
+    "SUPERSEDED",
     "ApprovalRequest",
     "answer",
     "answer_again",

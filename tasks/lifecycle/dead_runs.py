@@ -20,7 +20,7 @@ from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.faults import fault
 from tasks.run_status import OF_AN_EARLIER_STOP, run_status
 from tasks.tracking import Tracking
-from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
+from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines, recorded_seconds
 from tasks.tracking.replay import journals
 
 __all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "recorded_runs", "recorded_sweeps"]
@@ -122,7 +122,8 @@ def _mark(tracking: Tracking, gone: DeadRun) -> DeadRun | None:
         paths = (events_path(gone.folder), metrics_path(gone.folder))
         last = int(max(path.stat().st_mtime for path in paths if path.exists()) * 1000)
         events.append({"op": "tags", "time": last, "tags": {"interrupted": gone.why}})
-        events.append({"op": "end", "time": last, "status": "KILLED"})
+        spent = recorded_seconds(gone.folder)
+        events.append({"op": "end", "time": last, "status": "KILLED", **({"seconds": spent} if spent else {})})
         fault("dead.noted")
     finally:
         events.close()

@@ -9,10 +9,13 @@ from typing import Any
 from tasks.tracking.journal import events_path, read_lines
 from tasks.tracking.values import flatten
 
-__all__ = ["changed_settings"]
+__all__ = ["changed_settings", "told_settings"]
 
 _PLACES = ("output", "name", "tracking.", "run.")  # beginnings of settings that decide nothing of what is computed
 _TOLD = 5  # settings in the text
+_SET = 12  # settings that differ from their defaults
+# Of a setting's last part: what people ask for first. Others follow in the config's order.
+_FIRST = ("algorithm", "loss", "learning_rate", "iterations", "epochs", "group_size", "kl_coef", "rewards", "seed")
 _LONGEST = 32  # characters of a value
 
 
@@ -33,6 +36,20 @@ def changed_settings(runs: Path, started: str, settings: Mapping[str, Any]) -> s
     ]
     more = f" and {len(changed) - _TOLD} more" if len(changed) > _TOLD else ""
     return "; ".join(changed[:_TOLD]) + more or "nothing: settings as in the run before"
+
+
+def told_settings(given: Mapping[str, Any]) -> str:
+    """Settings that are not their defaults, for the table of runs: `policy.algorithm=grpo, policy.iterations=400`.
+
+    Args:
+        given: nested, as in a config.
+    """
+    flat = {key: text for key, text in flatten(given).items() if not key.startswith(_PLACES) and text != "{}"}
+    places = {name: place for place, name in enumerate(_FIRST)}
+    ordered = sorted(flat, key=lambda key: places.get(key.rpartition(".")[2], len(places)))
+    told = [f"{key.removeprefix('stages.')}={_short(flat[key])}" for key in ordered]
+    more = f" and {len(told) - _SET} more" if len(told) > _SET else ""
+    return ", ".join(told[:_SET]) + more or "defaults"
 
 
 def _short(value: Any) -> str:

@@ -48,6 +48,7 @@ class ModelVersions:
         self._tags = dict(tags)
         self._deliver = deliver
         self._base = f"preset {settings.model.preset}"  # for tags: the model that the pipeline starts from
+        self._lasting: dict[str, str] = {}  # names of versions by the references that were resolved to them
         self.name = registered_name(settings)
 
     def resolve_base(self) -> Path | str | None:
@@ -62,9 +63,14 @@ class ModelVersions:
         """A model's folder or hub name (registered versions are downloaded), and its lasting name (aliases move)."""
         if is_registered_reference(path):
             version = self._registry.find(path)
+            self._lasting[path] = version.reference
             return self._registry.download(version, self._cache), version.reference
         resolved = self._registry.resolve_model(path, self._cache)
         return resolved, str(resolved)
+
+    def version_of(self, path: str) -> str:
+        """Number of the version that this run resolved a registered reference to; "" = to none."""
+        return self._lasting.get(path, "").rpartition("/")[2]
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Register a stage's model as a new version; returns the fields that this adds to the stage's summary.
@@ -88,7 +94,9 @@ class ModelVersions:
         if known:
             tags["parent_version"] = known
         start = f" from version {known or PARENT}" if parent is not None else ""
-        story = f"{stage.replace('_', ' ')}{start}: {summary['note']}" if summary.get("note") else ""
+        story = f"{stage.replace('_', ' ')}{start or f' from {self._base}'}: {summary.get('note') or 'trained'}"
+        sources = self._tags.get("data.sources", "none")
+        story += f"; files: {sources}" if sources != "none" else ""
         version = tracker.log_model(
             folder, kind, name, metrics=numbers, tags=tags, description=story,
             parent=self._by_content(parent) if parent is not None and not known else None,

@@ -6,27 +6,37 @@ import contextlib
 import logging
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
+from tasks.config.chosen import chosen
 from tasks.config.masking import masked
-from tasks.pipeline.changed_settings import changed_settings
+from tasks.pipeline.changed_settings import changed_settings, told_settings
 from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage_code import code_version
-from tasks.tracking import RunTracker, Tracking, VersionOf
-from tasks.tracking.beside import alerts_of, check_installed, sinks_of
+from tasks.tracking import RunTracker, Tracking, VersionOf, result_text
+from tasks.tracking.beside import alerts_of, sinks_of
 
-__all__ = ["PipelineTracker", "git_commit", "next_start", "run_folder"]
+__all__ = ["PipelineTracker", "git_commit", "next_start", "run_folder", "told_progress"]
 
 logger = logging.getLogger(__name__)
 
 DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
 
+TOLD_SECONDS = 20.0  # between two updates of what the table of runs says about a run that goes on
+
 StageProgress = Callable[[str, int, int, str], None]  # stage, done, total, message
+
+
+def told_progress(label: str, done: int, total: int, message: str = "") -> str:
+    """Progress in words, for the runs table: `policy, 12 of 400: reward 0.61`."""
+    far = f", {done:,} of {total:,}" if total > 1 else ""
+    return f"{label.replace('_', ' ')}{far}{f': {message}' if message else ''}"
 
 
 def git_commit() -> str:
@@ -85,13 +95,13 @@ class PipelineTracker:
         self._tags = _common_tags(settings, options)
         self._data_tags: dict[str, str] = {}  # on the parent run already
         self._stages: list[RunTracker] = []
+        self._told = time.monotonic()
         self._trial = trial = options.trial
         self._shared = Path(settings.output).resolve() / settings.name
-        check_installed(settings.tracking.sinks)
         kind = "stage" if options.only else "pipeline"
         if trial is not None:
             kind = "evaluation" if options.given else "trial"
-        whole = masked(resolve(settings))
+        whole, given = masked(resolve(settings)), masked(chosen(settings))
         folder = run_folder(home, started)
         changed = changed_settings(folder.parent, folder.name, whole) if trial is None and not options.only else ""
         self.parent = tracking.start_run(
@@ -102,8 +112,9 @@ class PipelineTracker:
                 "kind": kind,
                 **({"resumed": "true"} if resumed else {}),
                 **({"changed": changed} if changed else {}),
+                "settings": told_settings(given),
             },
-            params=whole,
+            params=given,
             description="The pipeline is running; its result will stand here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
             parent_run_id=trial.parent_run_id if trial is not None else None,
@@ -147,8 +158,8 @@ class PipelineTracker:
                 **tags,
                 **{f"input.{name}": digest[:16] for name, digest in digests.items()},
             },
-            params=resolve(settings) if settings is not None else {},
-            on_progress=[lambda done, total, message: self._on_progress(label, done, total, message)],
+            params=chosen(settings) if settings is not None else {},
+            on_progress=[lambda done, total, message: self._tell(label, done, total, message)],
             system_metrics_seconds=self._settings.tracking.system_metrics_seconds,
         )
         run.beside += sinks_of(
@@ -162,6 +173,14 @@ class PipelineTracker:
             run.on_metrics.append(lambda metrics, step: tell(stage, metrics, step))
         self._stages.append(run)
         return run
+
+    def _tell(self, label: str, done: int, total: int, message: str) -> None:
+        """Note progress of a stage on the parent run, whose line in the table of runs shows it, and pass it on."""
+        self.parent.note_time()
+        if self._trial is None and time.monotonic() - self._told >= TOLD_SECONDS:
+            self._told = time.monotonic()
+            self.parent.set_tag("result", result_text(told_progress(label, done, total, message)))
+        self._on_progress(label, done, total, message)
 
     def tag_data(self, digests: Mapping[str, str]) -> None:
         """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""
@@ -183,7 +202,11 @@ class PipelineTracker:
     def close(self, status: Literal["FINISHED", "FAILED", "KILLED"], error: BaseException | None = None) -> None:
         """End the parent run, with the error that made it fail as a tag; a stop is not waited for."""
         if error is not None and status == "FAILED":
-            self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
+            said = f"{type(error).__name__}: {error}"
+            self.parent.set_tags({"error": said[:4000], "result": result_text(f"failed: {said}")})
+        elif status == "KILLED" and self._stages:
+            last = self._stages[-1]
+            self.parent.set_tag("result", result_text(f"stopped in {told_progress(last.name, last.done, last.total)}"))
         self.parent.close(status, timeout_s=STOP_SECONDS if status == "KILLED" else 30.0)
 
 

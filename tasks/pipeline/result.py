@@ -53,7 +53,7 @@ class StageResult:
     digest: str  # of the folder's content
     key: str
     cached: bool  # True = an earlier run's folder was used
-    seconds: float  # this time; 0 when cached
+    seconds: float  # spent on the whole stage, before a resume as well; 0 when cached
     run_id: str  # MLflow run that produced it
     summary: dict[str, Any]  # numbers for people, from summary.json
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -29,7 +28,7 @@ from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
-from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
+from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder, told_progress
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
@@ -79,11 +78,10 @@ class PipelineRun:
         self.dead_runs: tuple[DeadRun, ...] = ()  # earlier runs of this pipeline, found dead when this one began
         self._record = PipelineRecord(self.home, self.options, wait_s=settings.run.wait_seconds, lock=lock)
         self._on_progress = on_progress
-        self._fraction = 0.0
+        self._fraction, self._progress = 0.0, ""
         self._results: dict[str, StageResult] = {}
         self._computed: set[str] = set()  # keys
         self._approval: ApprovalRequest | None = None
-        self._began = time.monotonic()
         self.postponed = ""  # why the decision about the champion was left open
         self.resumed = False  # True = it goes on with a run that was interrupted
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
@@ -210,8 +208,8 @@ class PipelineRun:
 
     @property
     def seconds(self) -> float:
-        """Time since this run was made."""
-        return time.monotonic() - self._began
+        """Time spent on this run, in earlier processes as well if it goes on with one that was interrupted."""
+        return self.parent.seconds
 
     @property
     def results(self) -> Mapping[str, StageResult]:
@@ -252,9 +250,15 @@ class PipelineRun:
         """Progress of the stage that runs, 0 to 1."""
         return self._fraction
 
+    @property
+    def progress(self) -> str:
+        """Progress of the stage that runs, in words."""
+        return self._progress
+
     def report_progress(self, label: str, done: int, total: int, message: str = "") -> None:
         """Take in the running stage's progress, and pass it on to the display."""
         self._fraction = done / total if total else 0.0
+        self._progress = told_progress(label, done, total, message)
         if self._on_progress is not None:
             self._on_progress(label, done, total, message)
 

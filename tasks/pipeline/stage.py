@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +166,6 @@ def _compute(
         mark_aside(stage.final)  # no other run takes its checkpoints for those of a stage that it would pass over
     threads = _threads(pipeline_run, stage)
     fault("stage.cleared")
-    started = time.monotonic()
     tracker = pipeline_run.tracker.open_stage(
         stage.label, stage.name, stage.journal, stage.settings, stage.digests, stage.key,
         pipeline_run.models.parent_tags(stage.name),
@@ -204,7 +202,7 @@ def _compute(
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
-        seconds = round(time.monotonic() - started, 2)
+        seconds = round(tracker.seconds, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
         if damaged := damaged_lines(stage):
             summary["damaged_lines"] = damaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stage_registry import policy_stages
 from tasks.stages.loading import make_environment
 from tasks.tracking import RunTracker
+from tasks.tracking.journal import events_path, read_lines
 
 __all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]
 
@@ -86,24 +88,35 @@ def log_analysis(run: RunTracker, result: AnalysisResult) -> None:
 def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
     """Model name -> trajectory file, of files and of folders that hold some (finished stages' folders included).
 
-    In the order of the pipeline: the first model is what the others are compared with.
+    In the order of the pipeline: the first model is what the others are compared with. Of several models of the same
+    name each says the run that it is of, or its folder.
     Raises: DataError when there is none.
     """
-    models: dict[str, Path] = {}
-    for path in paths:
-        for file in _trajectory_files(path):
-            name = file.stem.removeprefix("trajectories").strip("_-") or file.parent.name
-            while name in models:
-                name += "'"
-            models[name] = file
-    if not models:
+    files = [file for path in paths for file in _trajectory_files(path)]
+    if not files:
         raise DataError(
             f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
             "folder of a finished evaluation"
         )
+    found = [(file.stem.removeprefix("trajectories").strip("_-") or file.parent.name, file) for file in files]
     known = ("base", *policy_stages())
     places = {name: place for place, name in enumerate(known)}
-    return dict(sorted(models.items(), key=lambda item: places.get(item[0].rstrip("'"), len(known) - 1)))
+    counts = Counter(name for name, _ in found)
+    models: dict[str, Path] = {}
+    for name, file in sorted(found, key=lambda item: places.get(item[0], len(known) - 1)):
+        label = f"{name} {_run_of(file)}" if counts[name] > 1 else name
+        while label in models:
+            label += "'"
+        models[label] = file
+    return models
+
+
+def _run_of(file: Path) -> str:
+    """Start of the run that evaluated, as in the list of runs; the folder's name where no run of ours did."""
+    journal = file.parent.with_name(f"{file.parent.name}.tracking")
+    started = next((str(event.get("parent_folder") or "") for event, _ in read_lines(events_path(journal))), "")
+    date, time = started[-19:-9], started[-8:].replace("-", ":")
+    return f"{date} {time}" if started else file.parent.name
 
 
 def _trajectory_files(path: Path) -> list[Path]:

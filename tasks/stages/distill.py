@@ -68,6 +68,5 @@ def _body(context: StageContext) -> dict[str, Any]:
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "metrics": metrics,
-        "note": f"{outcome.iterations} iterations ({outcome.stop_reason})"
-        + (f"; KL to the teacher {kl:.3f} nats per token at last" if kl is not None else ""),
+        "note": outcome.ended + (f"; KL to the teacher {kl:.3f} nats per token at last" if kl is not None else ""),
     }

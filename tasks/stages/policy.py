@@ -105,7 +105,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         "curriculum": history,
         "rewards": rewards,
         "metrics": {**recent_metrics(outcome.history), **outcome.metrics, **extra},
-        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); "
+        "note": f"{outcome.ended}; "
         f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
 

@@ -55,9 +55,10 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
-    low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
+    compared = sum(not pair.tie for pair in pairs.heldout)
+    low, high = wilson_interval(round(accuracy * compared), compared)
     rows = "completions" if settings.loss == "kto" else "pairs"
-    finding = _finding(settings.loss, accuracy, len(pairs.heldout))
+    finding = _finding(settings.loss, accuracy, compared)
     return {
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,

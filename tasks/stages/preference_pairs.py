@@ -101,7 +101,7 @@ def _noted(rows: Iterable[Row], prompts: set[bytes], lengths: list[tuple[int, in
     """The rows, of which prompts and, where they are asked for, characters of both sides are noted on the way."""
     for row in rows:
         prompts.add(digest_of(prompt_text(row["prompt"])))
-        if lengths is not None and "chosen" in row:
+        if lengths is not None and "chosen" in row and not row.get("tie"):
             lengths.append((len(_said(row["chosen"])), len(_said(row["rejected"]))))
         yield row
 
@@ -175,7 +175,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
 def _use(context: StageContext) -> Use:
     """The loss of a preference stage, or the reward model's."""
     settings: RewardModelSettings | PreferenceSettings = context.settings
-    return settings.loss if isinstance(settings, PreferenceSettings) else "reward_model"
+    return settings.loss if isinstance(settings, PreferenceSettings) else settings.use
 
 
 def _question(environment: Environment, request: EpisodeRequest) -> str:

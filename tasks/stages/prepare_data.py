@@ -22,6 +22,7 @@ from rl_core.data.files import data_files
 from rl_core.data.formats import Kind
 from rl_core.data.repeats import digest_of
 from rl_core.data.row_tokens import Job
+from rl_core.data.row_uses import misfit
 from rl_core.data.token_cache import TokenCache, rows_digest, text_size
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Environment
@@ -63,7 +64,7 @@ def _check_uses(source: str, folder: Path, uses: Iterable[str]) -> None:
     """Refuse rows that a later stage cannot use, before anything is trained; their losses are no part of the key."""
     for path in part_files(folder, "preferences"):
         for row in rows_of(path):
-            reason = next(filter(None, (records.misfit(row, use) for use in uses)), "")
+            reason = next(filter(None, (misfit(row, use) for use in uses)), "")
             if reason:
                 raise DataError(f"{source}: the row with the prompt {row['prompt'][:80]!r}: {reason}")
 

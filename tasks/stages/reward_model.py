@@ -37,7 +37,9 @@ def _body(context: StageContext) -> dict[str, Any]:
 
     settings: RewardModelSettings = context.settings
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
-    model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
+    shape = heads.HeadShape(settings.head_layers, settings.head_width)
+    start = context.inputs["model"]
+    model, tokenizer = heads.reward_model_from(start, context.pipeline.model, seed=context.seed, shape=shape)
     pad_id = ChatRenderer(tokenizer).pad_id
     recipe = reward_model_recipe(
         model, pad_id, pairs.train, pairs.heldout, settings, context.seed, context.process_group
@@ -47,9 +49,10 @@ def _body(context: StageContext) -> dict[str, Any]:
         recipe.trainer.optimizer_step,
         model,
         tokenizer,
-        lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],
+        lambda pipeline: heads.reward_model_from(start, pipeline.model, seed=context.seed, shape=shape)[0],
     )
-    summary = _summary(context, pairs, outcome.metrics, outcome.steps)
+    summarise = _regression_summary if settings.loss == "mse" else _summary
+    summary = summarise(context, pairs, outcome.metrics, outcome.steps)
     return {**summary, "note": summary["note"] + recipe.trainer.bound_note(outcome.steps)}
 
 
@@ -57,10 +60,11 @@ def _summary(context: StageContext, pairs: StagePairs, metrics: dict[str, float]
     from rl_core.trainers.reward_model import longer_answer_baseline
 
     accuracy = metrics["eval/accuracy"]
-    low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
+    ordered = [pair for pair in pairs.heldout if not pair.tie]
+    low, high = wilson_interval(round(accuracy * len(ordered)), len(ordered))
     longer = pairs.longer_baseline
     if longer is None:
-        longer = longer_answer_baseline([(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs.heldout])
+        longer = longer_answer_baseline([(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in ordered])
     extra = {"eval/accuracy_low": low, "eval/accuracy_high": high, "eval/longer_answer_accuracy": longer}
     context.tracker.log_metrics(extra, steps + 1)
     return {
@@ -72,6 +76,24 @@ def _summary(context: StageContext, pairs: StagePairs, metrics: dict[str, float]
         "train_pairs": len(pairs.train),
         "heldout_pairs": len(pairs.heldout),
         "metrics": {**metrics, **extra},
-        "note": f"ranks {accuracy:.1%} of {len(pairs.heldout)} held-out pairs rightly "
+        "note": f"ranks {accuracy:.1%} of {len(ordered)} held-out pairs rightly "
         f"[{low:.1%}, {high:.1%}]; 'the longer one wins' gets {longer:.1%}; {pairs.note}",
+    }
+
+
+def _regression_summary(
+    context: StageContext, pairs: StagePairs, metrics: dict[str, float], steps: int
+) -> dict[str, Any]:
+    """Numbers for people of a regression on scores."""
+    accuracy, error = metrics["eval/accuracy"], metrics["eval/absolute_error"]
+    return {
+        "steps": steps,
+        "accuracy": accuracy,
+        "absolute_error": error,
+        "explained_variance": metrics["eval/explained_variance"],
+        "train_rows": len(pairs.train),
+        "heldout_rows": len(pairs.heldout),
+        "metrics": metrics,
+        "note": f"orders {accuracy:.1%} of the pairs among {len(pairs.heldout)} held-out answers as their scores do; "
+        f"explains {metrics['eval/explained_variance']:.0%} of their variance; {pairs.note}",
     }

@@ -86,8 +86,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         "genuine": verdict.genuine,
         "thoughts": verdict.to_json(),
         "metrics": {**outcome.metrics, **verdict.metrics()},
-        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}), best {outcome.best_iteration}; "
-        f"{verdict.note()}",
+        "note": f"{outcome.ended}, best {outcome.best_iteration}; {verdict.note()}",
     }
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rl_core.errors import SettingsError
 from rl_core.trackers import (
     BackgroundTracker,
     DogStatsdTracker,
@@ -19,19 +17,7 @@ from rl_core.trackers.prometheus import target_of
 from rl_core.tracking import Tracker
 from tasks.tracking.alerts import AlertTracker
 
-__all__ = ["alerts_of", "check_installed", "sinks_of"]
-
-_PACKAGES = {"prometheus": ("prometheus_client", "prometheus-client"), "dogstatsd": ("datadog", "datadog")}
-_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "dogstatsd": "datadog"}
-
-
-def check_installed(sinks: Sequence[str]) -> None:
-    """Refuse sinks whose package is missing, before anything runs. Raises: SettingsError."""
-    for kind in {sink.partition(":")[0] for sink in sinks}:
-        module, package = _PACKAGES.get(kind, (kind, kind))
-        if importlib.util.find_spec(module) is None:
-            extra = f", or posttrain[{_EXTRAS[kind]}]" if kind in _EXTRAS else ""
-            raise SettingsError(f"tracking.sinks: {kind} needs the package {package}; install it{extra}")
+__all__ = ["alerts_of", "sinks_of"]
 
 
 def sinks_of(

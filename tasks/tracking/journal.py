@@ -4,7 +4,8 @@
     <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, models, end
     <folder>/.tracking/files/          what artifacts and models hold, until it is delivered
     <folder>/.tracking/shipped.json    which run of which store it became, and the byte offset delivered of each file
-    <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>}
+    <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>,
+                                       "seconds": spent on it, in all its processes}
 
 A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
 process may die at any byte; a torn last line is cut off at the next start, and was never sent. Each line of the first
@@ -45,6 +46,7 @@ __all__ = [
     "metrics_path",
     "progress_path",
     "read_metrics",
+    "recorded_seconds",
     "cursor_path",
 ]
 
@@ -69,8 +71,17 @@ def cursor_path(folder: Path) -> Path:
 
 
 def progress_path(folder: Path) -> Path:
-    """File of a run folder's progress, for the live page only."""
+    """File of a run folder's progress, for the live page, and of the time that was spent on it."""
     return folder / ".tracking" / "progress.json"
+
+
+def recorded_seconds(folder: Path) -> float:
+    """Time that the processes of a run spent on it, up to the last note; 0.0 where there is none."""
+    try:
+        seconds = float(json.loads(progress_path(folder).read_text())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
 class LineLog:

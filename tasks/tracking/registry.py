@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from tasks.tracking.store import Store, missing
 if TYPE_CHECKING:
     from mlflow.entities import model_registry
 
-__all__ = ["Registry", "ModelVersion", "is_registered_reference", "moved_at"]
+__all__ = ["Registry", "ModelVersion", "is_registered_reference", "moved_at", "with_decision"]
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +235,19 @@ class Registry:
             fault("alias.moved")
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
-        """Attach short texts to a version; None values are left out. Raises: SettingsError."""
+        """Attach short texts to a version; None values are left out. A gate's decision goes into its description, too.
+
+        Raises: SettingsError.
+        """
         self.version(name, version)
         with self._store.answers("tag a model version"):
             for key, value in tags.items():
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
+            if "gate.decision" in tags:
+                found = self._store.client.get_model_version(name, str(version))
+                text = with_decision(found.description or "", dict(found.tags))
+                self._store.client.update_model_version(name, str(version), text)
         fault("version.tagged")
 
     def model_tags(self, name: str) -> dict[str, str]:
@@ -276,6 +284,20 @@ class Registry:
             metrics=metrics,
             url=self._store.version_url(version.name, int(version.version)),
         )
+
+
+_GATE = "\n\nGate: "  # begins the paragraph of a version's description that tells the decision
+
+
+def with_decision(description: str, tags: Mapping[str, str]) -> str:
+    """A version's description with the gate's decision, as its tags tell it, in place of an earlier one."""
+    low, high = tags.get("figure.low"), tags.get("figure.high")
+    rate = f"success {float(tags['figure.success_rate']):.1%}" if tags.get("figure.success_rate") else ""
+    if rate and low and high:
+        rate += f" [{float(low):.1%}, {float(high):.1%}] of {tags.get('figure.samples', '?')} held-out attempts"
+    told = "; ".join(filter(None, (tags.get("gate.reason"), rate)))
+    before = description.partition(_GATE)[0].rstrip()
+    return f"{before}{_GATE}{tags['gate.decision']}: {told}".lstrip()
 
 
 def moved_at(version: ModelVersion, alias: str) -> float:

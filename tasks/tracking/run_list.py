@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError, nearest
+from tasks.config.chosen import default_values
 from tasks.run_status import run_status
 from tasks.tracking.store import default_uri
 from tasks.tracking.tracking import RunRow, Tracking
+from tasks.tracking.values import flatten
 
 __all__ = ["Filter", "differing", "find_run", "list_runs", "run_records", "runs_below"]
 
@@ -76,8 +79,29 @@ def _value_of(row: RunRow, key: str) -> Any:
         name = key.removeprefix(place)
         if name in known:
             return known[name]
-    ends = [value for name, value in row.params.items() if name.endswith(f".{key}")]
+    settings = _settings(row)
+    name = key.removeprefix("settings.")
+    if name in settings:
+        return settings[name]
+    ends = [value for name, value in settings.items() if name.endswith(f".{key}")]
     return ends[0] if len(ends) == 1 else None
+
+
+def _settings(row: RunRow) -> dict[str, str]:
+    """Settings of a run, flat: those that were set, and defaults for the rest."""
+    stages = {_stage_of(key) for key in row.params} | {""}
+    return {key: value for key, stage, value in _default_settings() if stage in stages} | row.params
+
+
+@functools.cache
+def _default_settings() -> list[tuple[str, str, str]]:
+    """(key, stage, value) of every default; stage "" = of no stage."""
+    return [(key, _stage_of(key), value) for key, value in flatten(default_values()).items()]
+
+
+def _stage_of(key: str) -> str:
+    parts = key.split(".", 2)
+    return parts[1] if parts[0] == "stages" and len(parts) > 1 else ""
 
 
 def list_runs(
@@ -122,7 +146,7 @@ def run_records(
             "differs": told.get(row.run_id, {}),
             "metrics": row.metrics,
             "tags": row.tags,
-            "settings": row.params,
+            "settings": _settings(row) if _is_whole(row) else row.params,
         }
         for row in rows
     ]
@@ -136,9 +160,10 @@ def differing(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for group in by_pipeline.values():
         keys = dict.fromkeys(key for row in group for key in row.params if not _PLACES.fullmatch(key))
-        differ = [key for key in keys if len({row.params.get(key) for row in group}) > 1]
+        settings = {row.run_id: _settings(row) for row in group}
+        differ = [key for key in keys if len({one.get(key) for one in settings.values()}) > 1]
         for row in group:
-            found[row.run_id] = {key: row.params.get(key, "-") for key in differ}
+            found[row.run_id] = {key: settings[row.run_id].get(key, "-") for key in differ}
     return found
 
 
@@ -188,7 +213,7 @@ def _check_known(filters: Sequence[Filter], rows: Sequence[RunRow]) -> None:
     wholes = [row for row in rows if _is_whole(row)]
     for one in filters:
         if wholes and one.key not in Filter.FIELDS and all(_value_of(row, one.key) is None for row in wholes):
-            names = {name for row in wholes for values in (row.params, row.metrics, row.tags) for name in values}
+            names = {name for row in wholes for values in (_settings(row), row.metrics, row.tags) for name in values}
             raise SettingsError(f"--where {one.text!r}: no run has '{one.key}'; {nearest(one.key, sorted(names))}")
 
 
@@ -231,7 +256,7 @@ def _line(row: RunRow, indent: str) -> dict[str, str]:
 
 def _result(row: RunRow) -> str:
     """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in ("result", "gate.decision", "error", "interrupted"):
+    for tag in ("error", "interrupted", "result", "gate.decision"):  # the first two are gone when a run goes on
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."

@@ -19,7 +19,7 @@ from rl_core.storage.folders import sync_tree
 from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.trackers.background import CLOSE_SECONDS, BackgroundTracker
 from rl_core.types import Trajectory
-from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path
+from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path, recorded_seconds
 from tasks.tracking.models import check_model, link_tree
 from tasks.tracking.replay import connect
 from tasks.tracking.shipper import Shipper
@@ -67,6 +67,7 @@ class RunTracker:
         self.beside: list[BackgroundTracker] = []  # get metrics, tags and the end as well
         self.done, self.total, self.message = 0, 0, ""
         self._noted = -PROGRESS_SECONDS
+        self._began, self._earlier_seconds = time.monotonic(), recorded_seconds(self.folder)
         self._closed = False
         self._events = LineLog(events_path(self.folder))
         try:
@@ -141,8 +142,10 @@ class RunTracker:
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Remember how far the work is, note it for `posttrain monitor`, and tell the callbacks."""
         self.done, self.total, self.message = done, total, message
-        if done >= total or time.monotonic() - self._noted >= PROGRESS_SECONDS:
+        if done >= total:
             self._note_progress()
+        else:
+            self.note_time()
         for callback in list(self.on_progress):
             try:
                 callback(done, total, message)
@@ -150,10 +153,26 @@ class RunTracker:
                 log.warning("progress display stopped: %s", error)
                 self.on_progress.remove(callback)
 
+    def note_time(self) -> None:
+        """Note the time spent on the run, at most once a second: a run that is killed counts on from the last note."""
+        if time.monotonic() - self._noted >= PROGRESS_SECONDS:
+            self._note_progress()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this run in all its processes, without the time between them."""
+        return self._earlier_seconds + time.monotonic() - self._began
+
     def _note_progress(self) -> None:
         """Replace the folder's progress.json."""
         self._noted = time.monotonic()
-        values = {"done": self.done, "total": self.total, "message": self.message, "time": time.time_ns() // 1_000_000}
+        values = {
+            "done": self.done,
+            "total": self.total,
+            "message": self.message,
+            "time": time.time_ns() // 1_000_000,
+            "seconds": round(self.seconds, 3),
+        }
         write_text_unsynced(progress_path(self.folder), json.dumps(values))
 
     # -- more to record -----------------------------------------------------------------------------------------
@@ -311,7 +330,8 @@ class RunTracker:
         if self._monitor is not None:
             self._monitor.close()
         with self.store.cost.waiting():
-            self._event("end", status=status)
+            self._note_progress()
+            self._event("end", status=status, seconds=round(self.seconds, 3))
             self.journal.lines.flush(sync=True)
             self._events.flush(sync=True)
             away = self.store.is_away or bool(self._shipper.problem)

@@ -19,7 +19,7 @@ from tasks.tracking.registry import Registry, moved_at
 from tasks.tracking.shipper import RunGone
 from tasks.tracking.store import Store, missing, user_name
 from tasks.tracking.traces import send_traces
-from tasks.tracking.values import MAX_VALUE, metric_name
+from tasks.tracking.values import MAX_VALUE, SECONDS, metric_name
 
 __all__ = ["PARENT", "RUN_KEY", "MlflowSink"]
 
@@ -148,6 +148,8 @@ class MlflowSink:
         client.update_run(run_id, status="RUNNING")
 
     def _op_end(self, run_id: str, event: dict[str, Any]) -> None:
+        if event.get("seconds") is not None:
+            self._store.client.set_tag(run_id, SECONDS, f"{event['seconds']:.1f}")
         self._store.client.set_terminated(run_id, status=event["status"], end_time=event["time"])
 
     def _op_tags(self, run_id: str, event: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ _REFUSED = {
 # What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
 # link's `viewStateShareKey`. Columns that no run has are left out by the page.
 VIEW = "posttrain"
-_RESULT, _CHANGED, _NAME = "tags.`result`", "tags.`changed`", "attributes.`Run Name`"
+_RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
 _IDENTITY = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 _EXPERIMENT = {
@@ -83,9 +83,9 @@ def _view() -> dict[str, Any]:
     """The view of the table of runs; stages of the user's, once a config named them, have a column as well."""
     success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
     return {
-        "selectedColumns": [_CHANGED, *success, _RESULT],
-        "columnOrder": [_NAME, "attributes.`Created`", _CHANGED, *success, _RESULT],
-        "columnWidths": {_NAME: 280, _CHANGED: 320, _RESULT: 640, **dict.fromkeys(success, 170)},
+        "selectedColumns": [_RESULT, _CHANGED, *success, _SETTINGS],
+        "columnOrder": [_NAME, "attributes.`Created`", _RESULT, _CHANGED, *success, _SETTINGS],
+        "columnWidths": {_NAME: 240, _CHANGED: 260, _RESULT: 420, _SETTINGS: 640, **dict.fromkeys(success, 150)},
     }
 
 
@@ -273,10 +273,10 @@ class Store:
         base = served if self.is_local else self.label.rstrip("/")
         return f"{base}/#/{path}"
 
-    def run_url(self, run_id: str, experiment_id: str | None = None) -> str:
-        """The page of a run."""
+    def run_url(self, run_id: str, experiment_id: str | None = None, *, tab: str = "") -> str:
+        """The page of a run. `tab`: of that page, such as model-metrics, traces or artifacts/report.html."""
         # Without the workflow the page would be laid out for prompts and judges.
-        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
+        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}{f'/{tab}' if tab else ''}"
         return self.ui_url(f"{page}?workflowType=machine_learning")
 
     def runs_url(self) -> str:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["send_traces"]
 
 MILLISECOND = 1_000_000  # nanoseconds
-TURN_MS = 10  # spans are laid out one after the other; their lengths are no measurement
+# Episodes are played in batches, so that no turn has a time of its own: spans of 1 ns, in the order of the turns, which
+# pages show as 0 ms.
+SPAN_NS = 1
 PREVIEW = 1000
 
 
@@ -52,7 +54,6 @@ class _Episode:
     def __init__(self, trajectory: Trajectory, run_id: str, model: str, index: int, time_ms: int) -> None:
         self.trajectory, self.run_id, self.model = trajectory, run_id, model
         self.start_ms = time_ms
-        self.end_ms = time_ms + TURN_MS * max(1, len(trajectory.turns))
         key = (run_id, model, index, trajectory.environment, trajectory.level, trajectory.seed, trajectory.sample)
         self.trace_bytes = hashlib.sha256(repr(key).encode()).digest()[:16]
         self.trace_id = "tr-" + self.trace_bytes.hex()
@@ -81,7 +82,7 @@ class _Episode:
             trace_id=self.trace_id,
             trace_location=TraceLocation.from_experiment_id(experiment_id),
             request_time=self.start_ms,
-            execution_duration=self.end_ms - self.start_ms,
+            execution_duration=None,
             state=TraceState.OK,
             assessments=self._assessments(),
             request_preview=trajectory.prompt[:PREVIEW],
@@ -95,9 +96,16 @@ class _Episode:
         from mlflow.entities import AssessmentSource, Feedback
 
         source = AssessmentSource(source_type="CODE", source_id=self.trajectory.environment or "environment")
-        values: dict[str, bool | float] = {"success": self.trajectory.success, "reward": self.trajectory.reward}
+        values: dict[str, bool | float | str] = {
+            "model": self.model,
+            "level": self.trajectory.level,
+            "success": self.trajectory.success,
+            "reward": self.trajectory.reward,
+        }
         found: list[Assessment] = [
-            Feedback(name=name, value=value, source=source, trace_id=self.trace_id) for name, value in values.items()
+            Feedback(name=name, value=value, source=source, trace_id=self.trace_id)
+            for name, value in values.items()
+            if value != ""
         ]
         for judgement in found:  # else each delivery would add another one under an id that MLflow draws
             judgement.assessment_id = "a-" + hashlib.sha256(self.trace_bytes + judgement.name.encode()).hexdigest()[:32]
@@ -123,15 +131,14 @@ class _Episode:
             "sample": trajectory.sample,
         }
         yield self._span(
-            "episode", "AGENT", None, (self.start_ms, self.end_ms), trajectory.prompt, self._verdict(), attributes,
-            ok=trajectory.success,
+            "episode", "AGENT", None, (self._ns(0), self._ns(2 * len(trajectory.turns) + 1)), trajectory.prompt,
+            self._verdict(), attributes, ok=trajectory.success,
         )  # fmt: skip
         for index, turn in enumerate(trajectory.turns):
             yield from self._turn(index, turn)
 
     def _turn(self, index: int, turn: Turn) -> Iterator[Span]:
-        start = self.start_ms + TURN_MS * index
-        when = (start, start + TURN_MS)
+        when = (self._ns(2 * index), self._ns(2 * index + 2))
         name, call = f"turn {index + 1}", turn.tool_call
         attributes = {"turn": index + 1, "is_error": turn.is_error, "num_tokens": turn.num_tokens}
         sees = self.trajectory.prompt if index == 0 else self.trajectory.turns[index - 1].observation
@@ -142,16 +149,20 @@ class _Episode:
         )  # fmt: skip
         if call is not None:
             yield self._span(
-                call.name, "TOOL", name, (start + TURN_MS // 2, start + TURN_MS), call.arguments, turn.observation,
+                call.name, "TOOL", name, (self._ns(2 * index + 1), when[1]), call.arguments, turn.observation,
                 {"is_error": turn.is_error}, ok=not turn.is_error, key=f"{name} call",
             )  # fmt: skip
+
+    def _ns(self, place: int) -> int:
+        """Time of a place in the episode's order, in ns since the epoch."""
+        return self.start_ms * MILLISECOND + place * SPAN_NS
 
     def _span(
         self,
         name: str,
         kind: str,
         parent: str | None,
-        when_ms: tuple[int, int],
+        when_ns: tuple[int, int],
         inputs: Any,
         outputs: Any,
         attributes: dict[str, Any],
@@ -174,8 +185,8 @@ class _Episode:
                 "span_id": self._span_id(key or name),
                 "parent_span_id": self._span_id(parent) if parent else None,
                 "name": name,
-                "start_time_unix_nano": when_ms[0] * MILLISECOND,
-                "end_time_unix_nano": when_ms[1] * MILLISECOND,
+                "start_time_unix_nano": when_ns[0],
+                "end_time_unix_nano": when_ns[1],
                 "events": [],
                 "status": {"code": "STATUS_CODE_OK" if ok else "STATUS_CODE_ERROR", "message": ""},
                 "attributes": {name: json.dumps(value) for name, value in everything.items()},

@@ -15,7 +15,7 @@ from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
 from tasks.tracking.store import Cost, Store
-from tasks.tracking.values import ELLIPSIS, VersionOf, result_text
+from tasks.tracking.values import ELLIPSIS, SECONDS, VersionOf, result_text
 
 __all__ = ["RunRow", "Tracking"]
 
@@ -32,7 +32,7 @@ class RunRow:
     name: str
     status: str  # RUNNING, FINISHED, FAILED, KILLED
     start_time: float  # seconds since the epoch
-    seconds: float | None  # None = still running, or killed without a word
+    seconds: float | None  # spent on it in all its processes; None = still running, or killed without a word
     parent_run_id: str | None
     url: str
     tags: dict[str, str] = field(default_factory=dict)
@@ -59,9 +59,12 @@ class Tracking:
         """The experiment's id; it is created where it is missing. Raises: BackendError."""
         return self.store.experiment_id
 
-    def run_url(self, run_id: str) -> str:
-        """The page of a run: on the server, or where `posttrain ui` will serve a local store; "" while it is away."""
-        return self._url(lambda: self.store.run_url(run_id)) if run_id else ""
+    def run_url(self, run_id: str, *, tab: str = "") -> str:
+        """The page of a run: on the server, or where `posttrain ui` will serve a local store; "" while it is away.
+
+        tab: of that page, such as model-metrics, traces or artifacts/report.html.
+        """
+        return self._url(lambda: self.store.run_url(run_id, tab=tab)) if run_id else ""
 
     def runs_url(self) -> str:
         """The table of this experiment's runs; "" while the store is away."""
@@ -274,13 +277,23 @@ class Tracking:
             name=info.run_name or info.run_id,
             status=info.status,
             start_time=info.start_time / 1000,
-            seconds=(info.end_time - info.start_time) / 1000 if info.end_time else None,
+            seconds=_seconds(info, tags),
             parent_run_id=tags.get("mlflow.parentRunId"),
             url=self.store.run_url(info.run_id, info.experiment_id),
             tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
             metrics=dict(run.data.metrics),
             params=dict(run.data.params),
         )
+
+
+def _seconds(info: Any, tags: Mapping[str, str]) -> float | None:
+    """Time spent on a run: as noted at its end, else all from its beginning to its end."""
+    if info.status == "RUNNING" or not info.end_time:  # one that goes on keeps the end of its last process
+        return None
+    try:
+        return float(tags[SECONDS])
+    except (KeyError, ValueError):
+        return float(info.end_time - info.start_time) / 1000
 
 
 def _reworded(text: str, old: str, new: str, otherwise: str) -> str:

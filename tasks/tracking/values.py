@@ -12,7 +12,18 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
-__all__ = ["VersionOf", "environment_freeze", "flatten", "metric_name", "param_name", "pinned", "result_text"]
+__all__ = [
+    "SECONDS",
+    "VersionOf",
+    "environment_freeze",
+    "flatten",
+    "metric_name",
+    "param_name",
+    "pinned",
+    "result_text",
+]
+
+SECONDS = "seconds"  # tag: time spent on a run in all its processes; MLflow's own duration counts the gaps as well
 
 
 class VersionOf(NamedTuple):

@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     print("| MB | write | SHA-256 | publish | read, verified |\n|---|---|---|---|---|")
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         for megabytes in arguments.megabytes:
             found = measure(Path(place), megabytes * 1_000_000, arguments.repeats)

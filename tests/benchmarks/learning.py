@@ -99,7 +99,8 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
         if "staleness" in parts:
             for lag in LAGS:
                 for level in WEIGHTS:
-                    jobs.append(Job(f"lag {lag} {level}", seed, "staleness", dict(importance=level), lag=lag))
+                    options = dict(importance=level, sampler_kl_max=1e6)
+                    jobs.append(Job(f"lag {lag} {level}", seed, "staleness", options, lag=lag))
         if "groups" in parts:
             for size in GROUPS:
                 options = dict(group_size=size, prompts_per_iteration=BATCH // size)

@@ -1,16 +1,13 @@
-"""Online learning under a shift of its traffic, without a guardrail, under attack, under load and under kills.
+"""Online learning under a shift of its traffic, without a guardrail, and under attack.
 
     python tests/benchmarks/online.py --output DIR --part shift [--model FOLDER] [--seeds 3] [--requests 2000]
-    python tests/benchmarks/online.py --output DIR --part guardrails
-    python tests/benchmarks/online.py --output DIR --part load
-    python tests/benchmarks/online.py --output DIR --part faults [--kills 200]
+    python tests/benchmarks/online.py --output DIR --part guardrails [--arm NAME]
     python tests/benchmarks/online.py --output DIR --part table
 
-shift, guardrails: in this process, with the parts that a service has (sessions with votes, the log, the update worker,
-the gate), without HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is
-not made again. load: `posttrain serve` with and without --learn, under the
-clients of tests/benchmarks/serving.py. faults: the slow test of kills, again and again. Without
---model the policy is trained first: SFT on easy and medium levels alone.
+In this process, with the parts that a service has (sessions with votes, the log, the update worker, the gate), without
+HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is not made again.
+Without --model the policy is trained first: SFT on easy and medium levels alone. Load is online_load.py, kills are
+online_faults.py.
 """
 
 from __future__ import annotations
@@ -34,8 +31,11 @@ GUARDRAILS = {
     "all": {}, "without behaviour": {"update": FREE}, "without magnitude": {"update": {"max_grad_norm": 1e6}},
     "without time": {"update": {"ema_decay": 1e-6}}, "without gate": {"gate": False},
 }  # fmt: skip
+# liars: share of the callers whose feedback, on all their requests, is false. crowd: share of the requests that come
+# from one caller, who lies as well.
 ATTACKS = {"none": {}, "false feedback": {"liars": 0.2}, "one caller": {"crowd": 0.5}}
-SAMPLES, BATCH, LOOKS = 5, 16, 6
+SAMPLES, BATCH, LOOKS, CALLERS = 5, 16, 6, 20
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student, two-sided, 1 to 9 degrees
 
 
 def make_model(folder: Path) -> Path:
@@ -73,7 +73,7 @@ class Service:
         self.worker = assemble_worker(self.settings, folder)
         self.answers = AnswerLog(folder / BUFFER, self.settings, self.environment)
         self.gate = CanaryGate(folder, self.settings, self.judge, self.environment, self.snapshots)
-        self.live, self.taken, self.kls = 0, 0, list[float]()
+        self.live, self.taken, self.updates = 0, 0, list[dict[str, Any]]()
 
     def serve(self, number: int, level: str) -> None:
         """One batch of requests, with feedback as the arm says."""
@@ -94,10 +94,11 @@ class Service:
             sampling=sampling(1.0), seed=self.seed * 10_007 + number, policy_version=self.live,
         )  # fmt: skip
         for index, group in enumerate(groups):
-            request = f"r{number}-{index}"
-            caller = "crowd" if rng.random() < self.arm.get("crowd", 0.0) else f"c{rng.randrange(20)}"
+            request, number_of = f"r{number}-{index}", rng.randrange(CALLERS)
+            is_crowd = rng.random() < self.arm.get("crowd", 0.0)
+            is_liar = is_crowd or number_of < CALLERS * self.arm.get("liars", 0.0)
+            caller = "crowd" if is_crowd else f"c{number_of}"
             self.answers.record([_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)])
-            is_liar = rng.random() < self.arm.get("liars", 0.0)
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
                 others = [r.trajectory.answer for r in group.rollouts if r.trajectory.answer not in (None, target)]
@@ -118,9 +119,7 @@ class Service:
         if not self.arm.get("learns", True):
             return
         while self.worker.step():
-            report = self.worker.last_report
-            if report is not None and report.number > len(self.kls):
-                self.kls.append(report.kl_control.get("mean_kl", float("nan")))
+            self.note()
         self.show()
         if not self.arm.get("gate", True):
             newest = self.snapshots.versions()[-1]
@@ -132,13 +131,25 @@ class Service:
             self.gate.step()
             self.hand_orders()
 
+    def note(self) -> None:
+        """The numbers of the last update, once."""
+        report = self.worker.last_report
+        if report is not None and report.number > (self.updates[-1]["number"] if self.updates else 0):
+            ages = [report.number - self.worker.buffer.find(r).experience.policy_version for r in report.requests
+                    if self.worker.buffer.find(r) is not None]  # fmt: skip
+            self.updates.append({
+                "number": report.number, "refused": report.refused, "learning_rate": report.learning_rate,
+                "norm": report.gradients.get("norm"), "error": report.error, "age": statistics.fmean(ages or [0]),
+                **report.kl_control,
+            })  # fmt: skip
+
     def hand_orders(self) -> None:
         new = [entry for entry in self.gate.orders if entry["number"] > self.taken]
         if new:
             self.taken = new[-1]["number"]
             self.answers.order([entry["order"] for entry in new])
             while self.worker.step():
-                pass
+                self.note()
             self.show()
 
     def show(self) -> None:
@@ -172,6 +183,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -
     from rl_core.settings import (
         EnvironmentSettings,
         ModelSettings,
+        OnlineBufferSettings,
         OnlineGateSettings,
         OnlineLabelSettings,
         OnlineServiceSettings,
@@ -186,6 +198,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -
     return OnlineSettings(
         folder=str(folder), model=ModelSettings(path=str(model), device="cpu"), seed=seed,
         environment=EnvironmentSettings(name="pixel_grid", options={"unsupported_reward": 0.5}),
+        buffer=OnlineBufferSettings(capacity=256),  # so that the cap of one caller binds within a run
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES), labels=OnlineLabelSettings(min_confidence=0.6),
         update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=120, sampling=sampling(0.0)),
@@ -209,6 +222,8 @@ def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, requests: 
         return
     import torch
 
+    from rl_core.models.trainable_weights import load_trainable_weights
+
     torch.set_num_threads(1)
     began, curve = time.time(), []
     service = Service(place.with_suffix(".service"), model, arm, seed)
@@ -222,8 +237,13 @@ def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, requests: 
             if number < requests // BATCH:
                 service.serve(number, "hard")
                 service.learn()
+        newest = service.snapshots.versions()[-1]
+        load_trainable_weights(service.policy.model, service.snapshots.weights(newest))
+        learned = {level: service.success(level, episodes) for level in ("hard", "medium", "easy")}
         found = {
-            "arm": arm, "seed": seed, "curve": curve, "kls": [k for k in service.kls if k == k],
+            "newest": {"version": newest, **learned}, "requests": requests, "episodes": episodes,
+            "processor_seconds": time.process_time(), "arm": arm, "seed": seed, "curve": curve,
+            "updates": service.updates,
             "metrics": service.worker.metrics(), "decisions": service.gate.decisions, "load": os.getloadavg(),
             "seconds": time.time() - began, "answers": dict(service.answers.counts), "model": str(model),
         }  # fmt: skip
@@ -251,93 +271,48 @@ def offline(place: Path, model: Path, seed: int, requests: int, episodes: int) -
     place.write_text(json.dumps({"before": before, "after": after, "requests": requests, "seed": seed}))
 
 
-def load(output: Path, model: Path, threads: int) -> None:
-    """Answers a second and latencies at 1, 8 and 64 clients, with and without learning beside."""
-    import serving
-
-    config = output / "learn.yaml"
-    config.write_text(
-        f"name: measured\noutput: {output / 'out'}\nenvironment: {{name: pixel_grid}}\n"
-        f"model: {{path: {model}, device: cpu}}\n"
-        f"serving: {{model: {model}, name: measured, threads: {threads}}}\nstages: {{evaluate: {{}}}}\n"
-        "online: {environment: {name: chat}, service: {run_gate: false}, labels: {min_confidence: 0.2, min_votes: 1}}\n"
-    )
-    found: dict[str, Any] = {"load": os.getloadavg()}
-    for name, more in (("serving", []), ("learning", ["--learn"])):
-        port = 8790 + len(more)
-        command = [sys.executable, "-m", "flows.cli.main", "serve", str(config), "--port", str(port), *more]
-        log = output / f"{name}.log"
-        with serving.process(command, threads, log, f"http://127.0.0.1:{port}/readyz", {}):
-            token = (output / "out" / "serving" / "token").read_text().strip()
-            for clients in (1, 8, 64):
-                found[f"{name} {clients}"] = ask(f"http://127.0.0.1:{port}/v1", token, clients)
-                print(name, clients, found[f"{name} {clients}"], flush=True)
-    (output / "load.json").write_text(json.dumps(found, indent=1))
-
-
-def ask(url: str, token: str, clients: int, seconds: float = 20.0) -> dict[str, float]:
-    """Answers a second and quantiles of the time to one; every client asks again at once, two choices each."""
-    import asyncio
-
-    import openai
-
-    times: list[float] = []
-
-    async def client(number: int, until: float, one: Any) -> None:
-        while time.monotonic() < until:
-            began = time.monotonic()
-            await one.chat.completions.create(
-                model="measured", messages=[{"role": "user", "content": f"colour at row {number} column 2?"}], n=2,
-                max_completion_tokens=32, user=f"u{number}",
-            )  # fmt: skip
-            times.append(time.monotonic() - began)
-
-    async def all_of_them() -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0) as one:
-            until = time.monotonic() + seconds
-            await asyncio.gather(*(client(number, until, one) for number in range(clients)))
-
-    asyncio.run(all_of_them())
-    times.sort()
-    return {"answers_per_second": 2 * len(times) / seconds, "p50": times[len(times) // 2],
-            "p99": times[min(len(times) - 1, len(times) * 99 // 100)]}  # fmt: skip
-
-
-def faults(output: Path, kills: int) -> None:
-    """The slow test of kills until this many (it kills worker and server twice each)."""
-    rounds = []
-    test = "tests/flows/online/test_learning_service.py::test_worker_and_server_killed_under_load_lose_nothing"
-    for number in range(max(1, kills // 4)):
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], cwd=ROOT,
-                              capture_output=True, text=True)  # fmt: skip
-        rounds.append(done.returncode)
-        print(number, done.stdout.splitlines()[-1:], flush=True)
-        (output / "faults.json").write_text(json.dumps({"kills": 4 * len(rounds), "failed": sum(map(bool, rounds))}))
-
-
 def table(output: Path) -> str:
-    """Markdown of all runs: means over seeds with their range, and a picture."""
-    rows = ["| run | seeds | hard before | hard after | easy, medium: change | updates taken | KL in band after 50 |",
-            "|---|---|---|---|---|---|---|"]  # fmt: skip
+    """Markdown of all runs: means over seeds with 95% intervals of Student's t, and a picture."""
+    rows = ["| run | seeds | hard: change | easy, medium: change | lowest live level, against the start | newest "
+            "snapshot, hard: change | live snapshots | updates taken | mean KL, updates 51 on | pseudo-labels right |",
+            "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     arms: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(output.glob("*.seed*.json")):
         arms.setdefault(path.name.partition(".seed")[0], []).append(json.loads(path.read_text()))
     for name, runs in arms.items():
-        first, last = [r["curve"][0] for r in runs], [r["curve"][-1] for r in runs]
-        old = [min(b[x] - a[x] for x in ("easy", "medium")) for a, b in zip(first, last, strict=True)]
-        taken = statistics.mean(r["metrics"].get("online/update_success_rate", 1.0) for r in runs)
-        late = [k for r in runs for k in r["kls"][50:]]
-        band = f"{sum(0.04 <= k <= 0.06 for k in late) / len(late):.0%}" if late else "-"
-        rows.append(f"| {name} | {len(runs)} | {_mean(first, 'hard')} | {_mean(last, 'hard')} | "
-                    f"{min(old):+.1%} at worst | {taken:.1%} | {band} |")  # fmt: skip
+        taken = [r["metrics"].get("online/update_success_rate", 1.0) for r in runs]
+        late = [[u["mean_kl"] for u in r["updates"][50:] if "mean_kl" in u] for r in runs]
+        right = [r["metrics"].get("online/pseudo_label_precision") for r in runs]
+        rows.append("| " + " | ".join([
+            name.replace("_", " "), str(len(runs)), _points([_change(r, ("hard",)) for r in runs]),
+            _points([_change(r, ("easy", "medium")) for r in runs]), _points([_lowest(r) for r in runs]),
+            _points([r["newest"]["hard"] - r["curve"][0]["hard"] for r in runs]),
+            ", ".join(str(sum(d["verdict"] == "promoted" for d in r["decisions"])) for r in runs),
+            f"{statistics.mean(taken):.1%}", ", ".join(f"{statistics.mean(k):.3f}" for k in late if k) or "-",
+            ", ".join(f"{share:.0%}" for share in right if share is not None) or "-",
+        ]) + " |")  # fmt: skip
     picture(output, arms)
     return "\n".join(rows)
 
 
-def _mean(points: list[dict[str, float]], name: str) -> str:
-    values = [point[name] for point in points]
-    spread = f" ({min(values):.1%} to {max(values):.1%})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1%}{spread}"
+def _change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
+    """Success at the end against the start, mean over levels."""
+    first, last = run["curve"][0], run["curve"][-1]
+    return statistics.mean(last[level] - first[level] for level in levels)
+
+
+def _lowest(run: dict[str, Any]) -> float:
+    """Largest fall of the live snapshot's success over all levels together, at any time."""
+    levels = ("easy", "medium", "hard")
+    return min(statistics.mean(point[x] - run["curve"][0][x] for x in levels) for point in run["curve"])
+
+
+def _points(values: list[float]) -> str:
+    """Mean in points with the half-width of its 95% interval, in points."""
+    if len(values) < 2:
+        return f"{100 * values[0]:+.1f}"
+    half = T_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{100 * statistics.mean(values):+.1f} ± {100 * half:.1f}"
 
 
 def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
@@ -362,34 +337,28 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--part", choices=("shift", "guardrails", "load", "faults", "table"), required=True)
+    parser.add_argument("--part", choices=("shift", "guardrails", "table"), required=True)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--arm", help="of shift or guardrails: this one alone")
+    parser.add_argument("--arm", action="append", help="of shift or guardrails: this one alone; several times")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     output: Path = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    if given.part == "faults":
-        return faults(output, given.kills)
     if given.part == "table":
         return print(table(output))
     model = (given.model or make_model(output / "training")).resolve()
-    if given.part == "load":
-        return load(output, model, given.threads)
     arms = {f"shift {name}": arm for name, arm in SHIFT.items()}
     if given.part == "guardrails":
         arms = {f"{rail}, attack {attack}": {**GUARDRAILS[rail], **ATTACKS[attack]}
                 for rail in GUARDRAILS for attack in ATTACKS}  # fmt: skip
     for seed in range(given.seeds):
         for name, arm in arms.items():
-            if given.arm in (None, name):
+            if not given.arm or name in given.arm:
                 place = output / f"{name.replace(' ', '_')}.seed{seed}.json"
                 run_arm(place, model, arm, seed, given.requests, given.episodes)
-        if given.part == "shift" and given.arm in (None, "offline"):
+        if given.part == "shift" and (not given.arm or "offline" in given.arm):
             offline(output / f"offline-{seed}.json", model, seed, given.requests, given.episodes)
 
 

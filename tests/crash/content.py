@@ -30,7 +30,7 @@ TIMED_METRICS = re.compile(r"(perf|system|pipeline|seconds)/.*|.*tokens_per_seco
 TIMED_KEYS = {"seconds", "tokens_per_second", "run_id", "started", "pid", "time", "stage_run_id", "flow_run_id"}
 TIMED_TAGS = re.compile(
     r"mlflow\.posttrain\.runKey|prefect\..*|resumed|interrupted|changed_params|cached\..*|mlflow\.note\.content"
-    r"|mlflow\.user|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
+    r"|mlflow\.user|seconds|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
 )
 DATABASE = Path("mlflow", "mlflow.db")
 NOTES = ("recent_rollouts.jsonl", "decisions.jsonl")

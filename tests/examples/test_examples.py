@@ -63,7 +63,7 @@ def test_the_quick_start_is_ten_lines_and_learns():
 
 def test_an_environment_of_one_s_own():
     before, after = example("own_environment").main()
-    assert after > before + 0.05
+    assert after > before + 0.1  # by 0.26 to 0.38 with three seeds
 
 
 def test_a_reward_of_one_s_own():

@@ -127,7 +127,9 @@ def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_pol
     assert champion.version == result.results["policy"].summary["model_version"]
     assert champion.tags["parent_version"] == str(result.results["sft"].summary["model_version"])
     told = tracking.store.client.get_model_version("test", str(champion.version)).description
-    assert told == f"policy from version 1: {result.results['policy'].summary['note']}"
+    story, _, gate = told.partition("\n\n")
+    assert story == f"policy from version 1: {result.results['policy'].summary['note']}"
+    assert gate.startswith("Gate: promoted: no champion yet; ") and "held-out attempts" in gate
     folder = tracking.download("test", champion.version, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(result.results["policy"].model).state_dict()
@@ -468,9 +470,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
 
 
 def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
-    monkeypatch.setattr(
-        "tasks.pipeline.prefect_task.create_progress_artifact", lambda **_: None
-    )  # it takes of the limit
+    monkeypatch.setattr("tasks.pipeline.prefect_artifacts.publish_page", lambda *_, **__: "")  # it takes of the limit
 
     def work():  # in small pieces, between which a limit can be heeded
         for _ in range(2000):

@@ -14,7 +14,7 @@ def pipeline(**changes):
 
 
 class Tracker:
-    run_id = "r"
+    run_id, seconds = "r", 1.5
 
     def __init__(self):
         self.closed, self.tags, self.metrics = [], {}, []

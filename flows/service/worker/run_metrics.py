@@ -17,8 +17,9 @@ from pathlib import Path
 from flows.service.worker.run_trackers import MlflowRun, RunTrackers
 from rl_core.service.tracked_names import tracked
 from rl_core.settings import ServiceSettings
+from rl_core.settings.sinks import check_installed
 from rl_core.trackers import BackgroundTracker
-from tasks.tracking.beside import alerts_of, check_installed, sinks_of
+from tasks.tracking.beside import alerts_of, sinks_of
 from tasks.tracking.system import SystemMonitor
 
 __all__ = ["RunMetrics"]
@@ -51,7 +52,8 @@ class RunMetrics:
 
     def __init__(self, settings: ServiceSettings, root: Path, runs: RunTrackers) -> None:
         """`root`: folder of the service. Raises: SettingsError where a sink's package is missing."""
-        check_installed(settings.sinks)
+        for sink in settings.sinks:
+            check_installed(sink)
         self._settings, self._root, self._trackers = settings, root, runs
         self._closing: list[threading.Thread] = []
         self._runs: dict[str, _Tracked] = {}

@@ -22,7 +22,7 @@ from rl_core.rollouts.batching import TrainRow, train_row
 from rl_core.settings import ReplaySettings
 from rl_core.types import Rollout, RolloutGroup, StopReason
 
-__all__ = ["ReplayBuffer", "Sample", "SampleGroup", "sample_groups"]
+__all__ = ["ReplayBuffer", "Sample", "SampleGroup", "is_cut", "sample_groups"]
 
 
 @dataclass(slots=True)
@@ -40,20 +40,32 @@ class Sample:
 SampleGroup = list[Sample]  # [G] the samples of one prompt
 
 
-def sample_groups(groups: Sequence[RolloutGroup], *, bootstrap_limits: bool = False) -> list[SampleGroup]:
+def sample_groups(
+    groups: Sequence[RolloutGroup], *, bootstrap_limits: bool = False, mask_truncated: bool = False
+) -> list[SampleGroup]:
     """One sample per rollout, in the groups of the rollouts.
 
     Args:
         bootstrap_limits: a rollout that ran into a limit of the sampler (tokens, turns, context) counts as truncated,
             as one truncated by its environment always does. False = such a limit is part of the task, and ends it.
+        mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its
+            reward counts in its group all the same.
     """
 
     def sample(rollout: Rollout) -> Sample:
         by_environment = rollout.trajectory.stop_reason == StopReason.ENVIRONMENT
         is_truncated = by_environment or (bootstrap_limits and rollout.is_truncated)
-        return Sample(train_row(rollout), rollout.reward, is_truncated, is_masked=rollout.is_masked)
+        row = train_row(rollout)
+        if mask_truncated and is_cut(rollout):
+            row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
+        return Sample(row, rollout.reward, is_truncated, is_masked=rollout.is_masked)
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]
+
+
+def is_cut(rollout: Rollout) -> bool:
+    """True = the token limit or the context ended it in the middle."""
+    return rollout.trajectory.stop_reason == StopReason.MAX_TOKENS
 
 
 class ReplayBuffer:

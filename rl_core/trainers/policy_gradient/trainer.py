@@ -19,6 +19,7 @@ from torch import nn
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
+from rl_core.curriculum.watched_metrics import watched_metrics
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import Keep
@@ -38,7 +39,7 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.own_parts import own_parts
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, is_cut, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
@@ -98,10 +99,9 @@ class PolicyGradientTrainer(RolloutTrainer):
             router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
-        if settings.kl_coef > 0 and reference_model is None:
-            raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
         if settings.is_taught != (teacher is not None):
             raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
+        _check_reference(model, reference_model, settings.kl_coef)
         check_router(model, settings.router_aux_loss_coef)
         self.curriculum = CurriculumManager(
             settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
@@ -116,6 +116,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.settings = settings
         self.rewards = rewards
         self.evaluator = evaluator
+        self._evaluated: dict[str, float] = {}  # by the newest evaluation, for the curriculum's next observation
+        self._watched = [
+            *watched_metrics(settings),
+            *(f"train/success_rate_by_level/{lv}" for lv in environment.levels),
+        ]
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
@@ -126,8 +131,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
-        if reference_model is model and not is_lora(model):
-            raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")
         if reference_model is not None and reference_model is not model:
             reference_model.requires_grad_(False).eval()
         self.actor_critic = make_actor_critic(
@@ -179,7 +182,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere
         metrics = self.process_group.on_rank_zero(functools.partial(dict, metrics))
         left = self.curriculum.index
-        target = self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{lv}" for lv in self.levels])
+        target = self.curriculum.observe(metrics | self._evaluated, known=self._watched)
+        self._evaluated = {}
         if target is not None:
             self._roll_back(target, self.curriculum.watch.settings[left])
         return metrics | self.curriculum.metrics()
@@ -189,7 +193,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.evaluator is None:
             return {}
         self.backend.refresh()
-        return dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
+        found = dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
+        self._evaluated = self.process_group.on_rank_zero(functools.partial(dict, found))
+        return found
 
     def keep_failures(self, keep: Keep) -> None:
         """Have failed episodes kept, also those on which a reward function failed."""
@@ -210,6 +216,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "rollouts_played": self.rollouts_played,
             "kl_coef": self.kl_coef,
             "curriculum": self.curriculum.state_dict(),
+            "evaluated": dict(self._evaluated),
             "failures": {"environment": self.failures.state_dict(), "rewards": self.rewards.failures.state_dict()},
             "rewards": self.rewards.state_dict(),
             "orders": self._seeds.state_dict(),
@@ -224,6 +231,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rollouts_played = int(state["rollouts_played"])
         self.kl_coef = float(state["kl_coef"])
         self.curriculum.load_state_dict(state["curriculum"])
+        self._evaluated = {name: float(value) for name, value in state.get("evaluated", {}).items()}
         self.failures.load_state_dict(state["failures"]["environment"])
         self.rewards.failures.load_state_dict(state["failures"]["rewards"])
         self.rewards.load_state_dict(state["rewards"])
@@ -330,9 +338,15 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Train on this iteration's groups, and on replayed ones."""
         settings = self.stage_settings
         critic = settings.value_function
-        fresh = sample_groups(self.groups, bootstrap_limits=critic is not None and critic.bootstrap_limits)
+        fresh = sample_groups(
+            self.groups,
+            bootstrap_limits=critic is not None and critic.bootstrap_limits,
+            mask_truncated=settings.mask_truncated,
+        )
         replayed = self._replay.draw(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
+        if settings.mask_truncated:
+            metrics["train/masked_truncated"] = float(sum(is_cut(r) for group in self.groups for r in group.rollouts))
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
@@ -345,6 +359,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             critic_only=critic is not None and self.iteration < critic.warmup_iterations,
         )
         metrics |= update.run(rng)
+        update.check_sampler(metrics)
         buffer = update.buffer
         metrics |= advantage_metrics(
             buffer.samples, buffer.advantages_RS, buffer.mask_RS, filter_threshold=settings.filter_threshold
@@ -361,3 +376,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Copy advantages into the groups, where rollouts were compared."""
         for group, samples in zip(self.groups, fresh, strict=True):
             group.advantages = [sample.advantage for sample in samples if sample.advantage is not None] or None
+
+
+def _check_reference(model: PreTrainedModel, reference: PreTrainedModel | None, kl_coef: float) -> None:
+    """Raises: SettingsError for a KL term without a reference, or a model that cannot be its own."""
+    if kl_coef > 0 and reference is None:
+        raise SettingsError(f"kl_coef: {kl_coef} needs a reference model")
+    if reference is model and not is_lora(model):
+        raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")

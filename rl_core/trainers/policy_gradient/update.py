@@ -6,13 +6,14 @@ Suffixes: B rows of a micro-batch, S whole sequence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from rl_core.distributed import DummyBatch
+from rl_core.errors import SamplerMismatch
 from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
@@ -114,6 +115,18 @@ class PolicyUpdate:
         metrics.setdefault("train/learning_rate", optimizer_step.learning_rate)
         return metrics
 
+    def check_sampler(self, metrics: Mapping[str, float]) -> None:
+        """Raises: SamplerMismatch where fresh rollouts are not from the distribution that is trained."""
+        kl, limit = metrics.get("policy/sampler_kl"), self._sampler_kl_max()
+        if kl is None or limit is None or not kl > limit:  # NaN: the step itself was left out
+            return
+        raise SamplerMismatch(
+            f"KL(sampler || trainer) is {kl:.3g} nats per token on fresh rollouts (largest difference of a log-prob "
+            f"{metrics['policy/sampler_difference_max']:.3g}), and sampler_kl_max is {limit:g}: they were not sampled "
+            "from the weights, temperature and adapter that are trained. Nothing of this iteration is saved. Rollouts "
+            "of other weights on purpose are corrected by importance: token"
+        )
+
     def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
         """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy.
 
@@ -159,6 +172,17 @@ class PolicyUpdate:
         is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
         unweighted = self.settings.importance == "none" and self.settings.importance_mask == "none"
         return unweighted and is_float32 and not optimizer_step.computes_in_bfloat16
+
+    def _sampler_kl_max(self) -> float | None:
+        """Limit of KL(sampler || trainer), nats per token; None = none."""
+        settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
+        if settings.sampler_kl_max is not None:
+            return settings.sampler_kl_max
+        weighted = settings.importance != "none" or settings.importance_mask != "none"
+        if weighted or self.buffer.mask_seed is not None:
+            return None
+        is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
+        return 1e-3 if is_float32 and not optimizer_step.computes_in_bfloat16 else 0.1
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order if there is a single step."""

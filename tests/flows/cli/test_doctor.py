@@ -149,7 +149,7 @@ def test_runs_that_were_killed_are_mentioned(tmp_path, monkeypatch):
     events.write_text(json.dumps({"op": "start", "time": 1, "name": "demo · 1", "key": "k"}) + "\n")
     before = events.read_bytes()
     (found,) = [finding for finding in doctor.examine(tmp_path) if finding.name == "runs"]
-    assert found.state == "note" and found.detail == "1 was killed: demo · 1"
+    assert found.state == "note" and found.detail == "1 run was killed: demo · 1"
     assert "--repair" in found.advice and events.read_bytes() == before
     events.write_bytes(before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n")
     assert [finding for finding in doctor.examine(tmp_path) if finding.name == "runs"] == []

@@ -54,6 +54,27 @@ def test_nothing_is_cut_off(address, width, dark):
 
 
 @pytest.mark.timeout(600)
+def test_an_address_opens_a_tab_that_is_in_the_menu_of_a_narrow_page(address):
+    with chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page:
+        page.wait("!!document.querySelector('.pt-panel[data-tab=online] .pt-block')")
+        edge, whole, _ = page.run(LAYOUT)
+        assert max(edge, whole) <= 390 and page.run("location.search.includes('tab=online')")
+
+
+@pytest.mark.timeout(600)
+def test_an_address_names_stage_metrics_and_average(address):
+    chosen = "tab=curves&stage=sft&metrics=train/loss&window=3"
+    with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{chosen}") as page:
+        titles = "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.title).join()"
+        assert page.wait(f"{titles} == 'train/loss'")
+        found = page.run("Object.fromEntries(new URLSearchParams(location.search))")
+        assert found == {
+            "run": "demo/2027-01-15-08-00-00", "stage": "sft", "metrics": "train/loss", "window": "3", "tab": "curves"
+        }  # fmt: skip
+        assert page.errors == []
+
+
+@pytest.mark.timeout(600)
 def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
     with chromium.Chromium(f"{address}/?tab=curves") as page:
         page.wait("!!document.querySelector('.pt-panel[data-tab=curves] .pt-block')")

@@ -70,7 +70,7 @@ def test_overview_has_every_stage_with_its_numbers(tmp_path):
         "iteration",
         [0, 1],
     )
-    assert charts_of(blocks["load"])["CPU"]["lines"][0]["x"] == pytest.approx([0, 5 / 60, 10 / 60], abs=1e-6)
+    assert charts_of(blocks["load"])["CPU of the run"]["lines"][0]["x"] == pytest.approx([0, 5 / 60, 10 / 60], abs=1e-6)
 
 
 def test_the_head_says_what_runs_and_how_long_it_takes(tmp_path):
@@ -117,7 +117,7 @@ def test_runs_lie_over_each_other(tmp_path):
     )
     lines = charts_of(blocks["curves"])["reward/mean"]["lines"]
     assert [(line["name"], line["colour"]) for line in lines] == [
-        ("other 2027-01-15 08:00:00", 0), ("demo 2027-01-15 08:00:00", 1),
+        ("01-15 08:00", 0), ("demo 01-15 08:00", 1),
     ]  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
     assert texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
     tiles = {item["label"]: item["value"] for item in blocks["where"]["items"]}
     assert (tiles["advances"], tiles["rollbacks"]) == ("1", "1")
-    (watched,) = charts_of(blocks["curriculum"])["Averages that decide"]["lines"]
+    (watched,) = charts_of(blocks["curriculum"])["Decides: watched for a rollback"]["lines"]
     assert (watched["name"], watched["y"]) == ("watched for a rollback", [0.25, 0.5, 0.75, 1.0, 1.25])
     run = Reader(tmp_path).run("")
     assert [mark["x"] for mark in marks(run.stage("policy"), Drawn(by_time=True), START)] == pytest.approx(
@@ -272,3 +272,38 @@ def test_what_differs_by_rounding_alone_has_no_chart():
 
     assert not _varies(series(1.0, 1.0 - 1e-16, 1.0)) and not _varies(series(-1e-17, 3e-17)) and not _varies(series(2))
     assert _varies(series(1e-5, 2e-5)) and _varies(series(1e6, 1e6 + 1))
+
+
+def test_curves_of_another_scale_have_a_chart_of_their_own(tmp_path):
+    home = make_run(tmp_path, status="FINISHED")
+    parts = {"reward/mean": 1.0, "reward/task": 0.9, "reward/format": 0.5, "reward/length": -64.0}
+    rows = [{"step": step, "time": 1000 * step, "metrics": parts} for step in range(6, 9)]
+    write_lines(home / "stages/policy/bbbb.tracking/metrics.jsonl", rows)
+    raw = [chart for title, chart in charts_of(blocks_of(tmp_path, "rewards")["rewards"]).items() if "Raw" in title]
+    assert [[line["name"] for line in chart["lines"]] for chart in raw] == [["format", "task"], ["length"]]
+
+
+def test_nothing_moves_when_a_run_is_compared(tmp_path):
+    """The table of settings comes last, a legend stays one line, and markers stay where they are."""
+    make_run(tmp_path, status="FINISHED")
+    other = make_run(tmp_path, name="other", status="FINISHED")
+    for path in other.glob("runs/*/.tracking/events.jsonl"):
+        path.write_text(path.read_text().replace('\\"epochs\\": 1', '\\"epochs\\": 2'))
+    alone, compared = (
+        view(Reader(tmp_path), Choice(run="demo/2027-01-15-08-00-00", compare=compare), "overview")["blocks"]
+        for compare in ((), ("other/2027-01-15-08-00-00",))
+    )
+    assert [block["id"] for block in compared] == [*(block["id"] for block in alone), "settings"]
+    for one, other in zip(*(charts_of(blocks[2]).values() for blocks in (alone, compared)), strict=True):
+        assert one["marks"] == other["marks"] and one["id"] == other["id"]
+        assert other.get("compares") or any(line.get("quiet") for line in other["lines"]) or len(other["lines"]) == 1
+
+
+def test_a_resumed_stage_took_the_time_of_all_its_processes(tmp_path):
+    home = make_run(tmp_path, status="FINISHED")
+    noted = {"done": 5, "total": 10, "message": "", "time": START * 1000, "seconds": 30.0}
+    for folder in (home / "stages/policy/bbbb.tracking", home / "runs/2027-01-15-08-00-00"):
+        (folder / ".tracking/progress.json").write_text(json.dumps(noted))
+    found = view(Reader(tmp_path), Choice(), "overview")
+    assert texts({block["id"]: block for block in found["blocks"]}["stages"])[1][3] == "30 s"
+    assert found["head"]["elapsed"] == 30.0

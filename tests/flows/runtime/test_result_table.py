@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.runtime.summary import headline, result_rows, result_table
+from flows.runtime.summary import headline, parent_metrics, result_rows, result_table
 
 
 @pytest.mark.parametrize("name", ["/out[br]put", "/a[/b]", "/a[red]b", "/a\\[b"])
@@ -29,3 +29,39 @@ def test_a_success_that_nobody_knows_is_not_shown(knows, rate):
     (line,) = [line for line in result_table(rows, "", {}, 90).splitlines() if line.startswith("│sft")]
     assert "0.750" in line and (rate in line) and ("%" in line) == knows
     assert headline(rows) == (f"sft {rate}" if knows else "evaluate")
+
+
+def evaluated(*names):
+    """A run of an evaluation of models that no stage of it made, one of them by an alias."""
+    found = {"success": 0.5, "success_low": 0.25, "success_high": 0.75, "reward": 0.4, "tokens_per_second": 9.0}
+    summary = {"note": "played", "models": dict.fromkeys(names, found)}
+    result = SimpleNamespace(summary=summary, seconds=2.0, cached=False, run_id="r")
+    return SimpleNamespace(
+        results={"evaluate": result}, postponed="", settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
+        options=SimpleNamespace(given={"demo@champion": "models:/demo@champion", "mine": "folder"}),
+        models=SimpleNamespace(version_of={"models:/demo@champion": "2"}.get),
+        tracking=SimpleNamespace(
+            run_url=lambda run: f"page/{run}", cost=SimpleNamespace(foreground_seconds=0, background_seconds=0)
+        ),
+        seconds=3.0,
+    )  # fmt: skip
+
+
+def test_a_model_that_was_evaluated_is_named_with_its_version_and_its_success():
+    run = evaluated("demo@champion")
+    rows = result_rows(run)
+    (line,) = [line for line in result_table(rows, "", {}, 120).splitlines() if line.startswith("│evaluate")]
+    assert "evaluate demo@champion (version 2)" in line and "50.0% [25.0%, 75.0%]" in line
+    assert headline(rows) == "demo@champion (version 2) 50.0% [25.0%, 75.0%]"
+    metrics = parent_metrics(run)
+    assert metrics["success_rate/demo@champion"] == 0.5 and metrics["seconds/evaluate"] == 2.0
+
+
+def test_of_several_models_each_has_a_line():
+    run = evaluated("demo@champion", "mine")
+    rows = result_rows(run)
+    assert [row["stage"] for row in rows] == ["evaluate", "demo@champion (version 2)", "mine"]
+    assert headline(rows) == "demo@champion (version 2) 50.0% [25.0%, 75.0%]; mine 50.0% [25.0%, 75.0%]"
+    table = result_table(rows, "", {}, 120).splitlines()
+    assert sum("50.0%" in line for line in table) == 2 and "evaluate: played" in table
+    assert {"success_rate/demo@champion", "success_rate/mine"} <= set(parent_metrics(run))

@@ -87,8 +87,8 @@ def test_bodies_that_are_too_large_or_no_text(tmp_path, model_folder):
 
 def test_connections_that_send_nothing_are_closed(tmp_path, model_folder):
     """So many that they fill the server's, and others that are turned away; then it serves as before."""
-    with running_server(tmp_path, model_folder, max_connections=60, idle_seconds=1.0) as server:
-        silent = [socket.create_connection(("127.0.0.1", server.settings.port)) for _ in range(100)]
+    with running_server(tmp_path, model_folder, max_connections=600, idle_seconds=1.0) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.settings.port)) for _ in range(1000)]
         for connection in silent:
             connection.settimeout(60)
             with contextlib.suppress(ConnectionError):
@@ -217,8 +217,10 @@ def raw_post(port, token, body):
 
 
 @pytest.mark.slow
-def test_no_champion_yet_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "flows.cli.main", "serve", "demo", "--output", str(tmp_path / "nothing")]
+@pytest.mark.parametrize("learns", [False, True])
+def test_no_champion_yet_is_one_line(tmp_path, learns):
+    command = [sys.executable, "-m", "flows.cli.main", "serve", "demo", "--output", str(tmp_path / "nothing"),
+               *(["--learn"] if learns else [])]  # fmt: skip
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
     )  # fmt: skip

@@ -13,9 +13,9 @@ from flows.cli.service_commands import _to_serve
 from flows.operations.database import Databases
 from flows.operations.services import services
 from flows.operations.state import Options
+from flows.runtime.access_token import token_of
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion
-from flows.serving.serving_process import token_of
 from rl_core.errors import SettingsError
 from rl_core.settings import ModelSettings
 from tasks.tracking import ModelVersion

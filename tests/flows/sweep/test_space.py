@@ -2,6 +2,7 @@
 
 import pytest
 
+from flows.sweep.plan import label_of
 from flows.sweep.space import Dimension, grid, parse_set, split_list
 from rl_core.errors import SettingsError
 
@@ -48,3 +49,13 @@ def test_a_grid_of_a_range_asks_for_points_and_has_a_limit():
         grid([Dimension("a", (), 0, 199, is_whole=True), Dimension("b", (), 0, 99, is_whole=True)])
     with pytest.raises(SettingsError, match="varies twice"):
         parse_set(["a=1,2", "a=3,4"])
+
+
+def test_a_label_has_drawn_numbers_in_three_digits_and_written_ones_as_they_are():
+    drawn = {
+        "stages.policy.learning_rate": "7.994574862476338e-05",
+        "stages.policy.clip_eps": "0.2",
+        "model.path": "a=b",
+    }
+    assert label_of(drawn) == "learning_rate=7.99e-05, clip_eps=0.2, path=a=b"
+    assert label_of({"seed": "12345678901", "name": "v1.23456789012"}) == "seed=12345678901, name=v1.23456789012"

@@ -1,9 +1,12 @@
-"""Demonstrations out of a recorded buffer: right episodes under the label that counts, one of a request."""
+"""Demonstrations out of a recorded buffer: what was right under the label that counts, one of a request."""
+
+import json
 
 import numpy as np
 import pytest
 from helpers.online_worker import settings
 
+from rl_core.data.records import read_demonstrations
 from rl_core.environments import make
 from rl_core.errors import DataError
 from rl_core.inference.served_answers import FeedbackLabel, ServedAnswer
@@ -11,7 +14,7 @@ from rl_core.online.answer_log import AnswerLog
 from rl_core.online.canary_episodes import is_canary
 from rl_core.online.demonstrations import demonstrations
 from rl_core.settings import OnlineLabelSettings
-from rl_core.types import Rollout, Trajectory, Turn
+from rl_core.types import Conversation, Rollout, Trajectory, Turn
 
 TRUSTING = OnlineLabelSettings(use_consensus=False, trust_environment=True)
 
@@ -46,3 +49,54 @@ def test_right_episodes_are_kept_and_a_label_of_feedback_wins(tmp_path):
     assert roles[-1] == "assistant" and rows[0]["messages"][-1]["content"] == f"answer {target}"
     with pytest.raises(DataError, match="holds no episode of environment 'pixel_grid' that is right"):
         list(demonstrations(tmp_path, OnlineLabelSettings(use_consensus=False), place))
+
+
+ASKED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Sure? Grüße"},
+]
+
+
+def answered(request, texts, *, tools=(), kept=True):
+    """Answers to the last message of a conversation."""
+    conversation = Conversation(ASKED, list(tools)) if kept else None
+    return [
+        ServedAnswer(
+            answer_id=request, choice=index, policy_version=0, prompt_ids=[1, 2], completion_ids=[4, 5],
+            temperature=1.0, sampler_logprobs=[float(np.log(0.5))] * 2, text=text, conversation=conversation,
+            finish_reason="length" if text == "cut" else "stop",
+        )
+        for index, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+def test_a_conversation_is_exported_with_its_turns_and_only_the_right_answer_is_imitated(tmp_path):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    with AnswerLog(tmp_path / "log", settings()) as log:
+        log.record(answered("up", ["four", "4"], tools=[tool]))
+        log.accept("up", 1, FeedbackLabel(thumb="up"))
+        log.record(answered("told", ["3", " FOUR "]))
+        log.accept("told", 0, FeedbackLabel(answer="four"))
+        log.record(answered("never right", ["3", "5"]))
+        log.accept("never right", 0, FeedbackLabel(answer="four"))
+        log.record(answered("down", ["3"]))
+        log.accept("down", 0, FeedbackLabel(thumb="down"))
+        log.record(answered("cut off", ["cut", "cut"]))
+        log.accept("cut off", 0, FeedbackLabel(answer="cut"))
+        log.record(answered("old record", ["4"], kept=False))
+        log.accept("old record", 0, FeedbackLabel(thumb="up"))
+    labels = OnlineLabelSettings(use_consensus=False)
+    rows = list(demonstrations(tmp_path / "log", labels, None))
+    assert [(row["request_id"], row["messages"][-1]["content"]) for row in rows] == [("up", "4"), ("told", " FOUR ")]
+    assert rows[0]["tools"] == [tool] and "tools" not in rows[1]
+    file = tmp_path / "right.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = read_demonstrations(file).rows
+    assert [message.get("weight", 1) for message in read[0]["messages"]] == [1, 1, 0, 1, 1]
+    assert [message["content"] for message in read[0]["messages"][:4]] == [message["content"] for message in ASKED]
+    with pytest.raises(DataError, match="holds no episode of environment 'pixel_grid'"):
+        list(demonstrations(tmp_path / "log", labels, make("pixel_grid", None)))
+    with pytest.raises(DataError, match="holds no conversation that is right"):
+        list(demonstrations(tmp_path / "nothing", labels, None))

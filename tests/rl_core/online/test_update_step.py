@@ -242,13 +242,33 @@ def test_the_coefficient_moves_by_its_factor_within_its_bounds(tmp_path):
                 learning_rate=3e-2 if number < 4 else 1e-5,
             )
         )
+        after, before = report.kl_control["mean_kl"], report.kl_control["before"]
         expected = banded_kl_coef(
-            coefficients[-1], report.kl_control["mean_kl"], target=0.05, tolerance=0.01, increase_factor=1.2,
-            decrease_factor=1.2,
+            coefficients[-1], max(0.0, after + 4 * (after - before)), target=0.05, tolerance=0.01,
+            increase_factor=1.2, decrease_factor=1.2,
         )  # fmt: skip
         coefficients.append(made.kl_coef)
         assert made.kl_coef == expected and report.kl_control["coefficient"] == coefficients[-2]
     assert min(coefficients) == 1e-4 and len(set(coefficients)) > 1
+
+
+def test_the_coefficient_follows_where_the_kl_is_heading(tmp_path):
+    made = learner(tmp_path, kl_coef=0.01)
+    # (KL before the step, after it) -> factor: the level 4 steps on is above the band, in it, below it
+    for before, after, factor in (
+        (0.03, 0.045, 1.2), (0.05, 0.055, 1.2), (0.05, 0.05, 1), (0.1, 0.09, 1), (0.1, 0.08, 1 / 1.2),
+        (0.0, 0.0, 1 / 1.2), (0.02, 0.025, 1), (0.09, 0.085, 1.2),
+    ):  # fmt: skip
+        assert made._next_coef(after, before) == pytest.approx(0.01 * factor), (before, after)
+
+
+def test_an_update_with_nothing_to_learn_from_does_not_steer(tmp_path):
+    made = learner(tmp_path, kl_coef=0.01)
+    for number in range(1, 4):
+        report = made.update(task(item(experience("r1"), [1.0, 1.0, 1.0]), number=number))
+        assert report.error == 0 and report.kl_control["mean_kl"] < 0.04 and made.kl_coef == 0.01
+    assert made.update(task(item(experience("r1"), [1.0, 0.0, 0.0]), number=4, learning_rate=1e-6)).refused == ""
+    assert made.kl_coef == pytest.approx(0.01 / 1.2)
 
 
 def test_the_gradient_norm_is_clipped(tmp_path):

@@ -80,7 +80,7 @@ def test_sampled_logprobs_are_those_of_training_at_the_temperature(made):
             [loss_request("r", tuple(data), "importance_sampling", loss_fn_config=config, forward_only=True)]
         )
         difference = answer.metrics["sampler_difference:max"]
-        assert (difference < (0.1 if kind == "bfloat16" else 1e-4)) == is_same, difference
+        assert (difference < (0.3 if kind == "bfloat16" else 1e-4)) == is_same, difference
 
 
 def test_it_goes_on_from_a_state_in_the_middle_of_an_accumulation(made):

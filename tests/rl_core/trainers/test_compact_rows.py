@@ -117,7 +117,7 @@ def test_rows_that_do_not_fit_their_tokens():
 def test_held_out_partners_come_from_training_where_their_prompts_are_all_the_same():
     train = PreferencePart.of(compact(sides_of(3)), [{"prompt": "p"}] * 3, "kto", "training")
     alone = compact([PairSide([9], [8], [True])])
-    heldout = PreferencePart.of(alone, [{"prompt": "q", "label": True}], "kto", "held-out")
+    heldout = PreferencePart.of(alone, [{"prompt": "q", "completion": "a", "label": True}], "kto", "held-out")
     (pair,) = pairs_of(train, heldout, "kto", 0)[1]
     assert pair.desirable and pair.chosen == PairSide([9], [8], [True]) and pair.rejected.prompt_ids == [9]
     assert pair.rejected.completion_ids in [side.completion_ids for side in sides_of(3)]

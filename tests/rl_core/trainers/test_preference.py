@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny
@@ -198,7 +199,8 @@ def test_new_adapters_are_their_own_reference():
         torch.manual_seed(0)
         model = lora.add_adapter(nano(), adapters)
     trainer = trainer_of(model, warmup_steps=0)
-    assert trainer.references["train"] == trainer_of(nano()).references["train"]
+    found, expected = trainer.references["train"], trainer_of(nano()).references["train"]
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=0, atol=1e-5)  # other products, other rounding
     assert trainer.step()["train/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert trainer.step()["train/reference_kl"] != 0
 

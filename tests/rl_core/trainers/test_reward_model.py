@@ -14,7 +14,7 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
+from rl_core.trainers.reward_model import RewardModelTrainer, _counts, longer_answer_baseline
 from rl_core.trainers.supervised_trainer import pair_micro_batches
 from rl_core.training.loop import run_loop
 
@@ -82,10 +82,11 @@ def test_micro_batches_do_not_change_the_gradient():
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
     (batch,) = trainer._batches(trainer._train)
-    whole = float(trainer._loss(batch, 8)[0].detach())
+    counts = _counts(trainer._train)
+    whole = float(trainer._loss(batch, counts)[0].detach())
     halves = halve(batch)
     assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]
-    assert sum(float(trainer._loss(half, 8)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+    assert sum(float(trainer._loss(half, counts)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
 
 
 def test_both_rows_of_a_pair_are_in_one_micro_batch():

@@ -2,11 +2,14 @@
 
 import pytest
 
+from rl_core.curriculum.watched_metrics import ALWAYS
+from rl_core.errors import SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.rollout_metrics import rollout_metrics
+from rl_core.settings import ExitCondition
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks.config import ConfigError, from_dict
-from tasks.config.cross_checks import METRICS, find_waste
+from tasks.config.cross_checks import find_waste
 
 
 def problems_of(**values) -> dict[str, str]:
@@ -30,6 +33,14 @@ def stage(name="a", levels=("easy",), **more):
 
 def condition(**more):
     return {"metric": "success_rate", "window": 2, "threshold": 0.8, **more}
+
+
+def test_a_missing_package_of_a_sink_is_named_before_anything_runs(monkeypatch):
+    assert problems_of(stages={"sft": {}}, tracking={"sinks": ["prometheus:9464"]}) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
+    found = problems_of(stages={"sft": {}}, tracking={"sinks": ["dogstatsd", "prometheus"]})
+    assert found["tracking.sinks.0"] == "dogstatsd needs the package datadog; install it, or posttrain[datadog]"
+    assert found["tracking.sinks.1"] == "prometheus needs the package prometheus-client; install it"
 
 
 # What no machine has room for
@@ -380,9 +391,34 @@ def test_known_metrics_are_those_that_an_iteration_has():
     rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], trajectory)
     groups = [RolloutGroup([rollout])]
     emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
-    assert set(METRICS) <= emitted
+    assert set(ALWAYS) <= emitted
     named_by_settings = {"reward/task", "reward/weighted/task", "train/success_rate_by_level/easy"}
-    assert emitted - set(METRICS) == named_by_settings | {"reward/task/answered"}
+    assert emitted - set(ALWAYS) == named_by_settings | {"reward/task/answered"}
+
+
+def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
+    def said(metric, **policy):
+        return policy_problems(early_stop=condition(metric=metric, threshold=0.1), **policy).get(
+            "early_stop.metric", ""
+        )
+
+    assert said("policy/entropy") == said("policy/update_kl") == said("train/right_action_rate") == ""
+    assert "never logged with these settings; it needs eval_every above 0" in said("eval/success_rate")
+    assert said("eval/success_rate", eval_every=2) == ""
+    assert "it needs kl_coef above 0" in said("policy/ref_kl") and said("policy/ref_kl", kl_coef=0.1) == ""
+    assert "it needs a critic" in said("value/loss") and said("value/loss", algorithm="ppo") == ""
+    text = said("success_rate_ma100")
+    assert "write metric: success_rate and window: 100" in text
+    late = policy_problems(early_stop=condition(metric="eval/success_rate", window=30), eval_every=20)
+    assert "30 evaluations never fill within" in late["early_stop.window"]
+
+
+def test_comparisons_by_name_are_said_in_signs():
+    for word, sign in (("greater", ">"), ("at least", ">="), ("less_than", "<"), ("LTE", "<=")):
+        text = policy_problems(early_stop={"metric": "success_rate", "comparison": word})["early_stop.comparison"]
+        assert text.endswith(f"'{word}' is written '{sign}'")
+    with pytest.raises(SettingsError, match="'greater' is written '>'"):
+        ExitCondition(comparison="greater")
 
 
 def test_stage_without_a_way_out():

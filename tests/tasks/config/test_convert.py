@@ -210,3 +210,22 @@ def test_options_of_adapters_are_taken_over(tmp_path):
     lora = settings_of(convert(given, "x.yaml"), tmp_path).model.lora
     assert (lora.target_modules, lora.rank_stabilized, lora.dora) == ("all-linear", True, True)
     assert (lora.modules_to_save, lora.quantize) == (("norm",), "nf4")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"report_to": "wandb"}, ("wandb",)),
+        ({"report_to": ["wandb", "tensorboard"]}, ("tensorboard", "wandb")),
+        ({"report_to": "none"}, ()),
+        ({"report_to": "trackio"}, None),  # no sink of ours: left to the reader
+        ({"trainer": {"logger": ["console", "wandb"]}}, ("wandb",)),
+        ({"trainer": {"logger": ["console", "mlflow"]}}, ()),
+    ],
+)
+def test_places_of_metrics_become_sinks(given, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.config.cross_checks.check_installed", lambda sink: None)
+    rest = {"actor_rollout_ref": {"rollout": {"n": 4}}} if "trainer" in given else {"num_generations": 4}
+    text = convert({**given, **rest}, "peer.yaml")
+    assert settings_of(text, tmp_path).tracking.sinks == (expected or ())
+    assert ("tracking.sinks" in text.partition("# Not taken over")[2]) == (expected is None)

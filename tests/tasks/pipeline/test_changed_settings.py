@@ -2,7 +2,7 @@
 
 import json
 
-from tasks.pipeline.changed_settings import changed_settings
+from tasks.pipeline.changed_settings import changed_settings, told_settings
 from tasks.tracking.journal import LineLog, events_path
 
 
@@ -40,3 +40,14 @@ def test_many_differences_are_counted(tmp_path):
     record(tmp_path, "2026-01-01", {"stages": {str(number): 0 for number in range(9)}})
     told = changed_settings(tmp_path, "2026-01-02", {"stages": {str(number): "x" * 50 for number in range(9)}})
     assert told.startswith(f"0 0 → {'x' * 31}…; 1 0 → ") and told.endswith(" and 4 more") and len(told) < 300
+
+
+def test_what_was_set_is_told_with_the_most_asked_for_first():
+    given = {
+        "name": "mine", "output": "x", "tracking": {"traces": 3}, "environment": {"name": "maze"},
+        "stages": {"prepare_data": {}, "policy": {"group_size": 4, "learning_rate": 0.001}},
+    }  # fmt: skip
+    assert told_settings(given) == "policy.learning_rate=0.001, policy.group_size=4, environment.name=maze"
+    assert told_settings({"name": "mine", "stages": {"sft": {}}}) == "defaults"
+    many = {"stages": {"sft": {f"s{number}": number for number in range(20)}}}
+    assert told_settings(many).endswith("sft.s11=11 and 8 more")

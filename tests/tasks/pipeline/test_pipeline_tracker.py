@@ -17,7 +17,8 @@ class Tracking:
     def start_run(self, name, folder, **options):
         self.started.append((name, folder, options))
         return SimpleNamespace(
-            name=name, run_id="parent", folder=folder, beside=[], set_tags=lambda tags: self.set.append(dict(tags)),
+            name=name, run_id="parent", folder=folder, beside=[], note_time=lambda: None,
+            set_tags=lambda tags: self.set.append(dict(tags)),
             set_tag=lambda name, value: self.set.append({name: value}),
             close=lambda status, timeout_s: self.set.append((status, timeout_s)),
         )  # fmt: skip
@@ -42,7 +43,8 @@ def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch
     assert (name, folder) == ("t · 2026-01-02 03:04:05", tmp_path / "t" / "runs" / "2026-01-02-03-04-05")
     common = {"retraining": "now", "pipeline": "t", "code_version": "c0de", "prefect.flow_run_id": "f"}
     common["config_digest"] = parent["tags"]["config_digest"]
-    assert parent["tags"] == {**common, "kind": "stage", "resumed": "true"}  # empty ones are left out
+    left = {"kind": "stage", "resumed": "true", "settings": "defaults"}  # empty ones are left out
+    assert parent["tags"] == {**common, **left}
     digest = "0123456789abcdef01234567"
     made.open_stage("evaluate_champion", "evaluate", tmp_path, None, {"data": digest}, "key", {"more": "1"})
     label, _, stage = tracking.started[1]
@@ -68,6 +70,18 @@ def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
     assert shown == [("sft", 1, 1, "finished before, not run again")]
     assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == ("FAILED", 30.0)
     assert tracking.set[1]["error"].startswith("ValueError: xxx") and len(tracking.set[1]["error"]) == 4000
+
+
+def test_the_line_of_a_run_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline_tracker, "TOLD_SECONDS", 0.0)
+    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
+    made.open_stage("reward_model", "reward_model", tmp_path, None, {}, "key", {})
+    tell = tracking.started[1][2]["on_progress"][0]
+    tell(120, 1400, "train/loss 0.31")
+    assert tracking.set == [{"result": "reward model, 120 of 1,400: train/loss 0.31"}]
+    monkeypatch.setattr(pipeline_tracker, "TOLD_SECONDS", 60.0)
+    tell(121, 1400, "")
+    assert len(tracking.set) == 1
 
 
 def test_a_stop_is_no_error_and_is_not_waited_for(tmp_path, monkeypatch):

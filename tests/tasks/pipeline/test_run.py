@@ -1,7 +1,6 @@
 """A pipeline run: results, approval and progress are written by methods; the outcome goes to its record and tracker."""
 
 import contextlib
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -143,8 +142,6 @@ def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, mon
     free = iter([5, 2])
     monkeypatch.setattr(waiting, "free_processors", lambda: next(free))
     monkeypatch.setattr(waiting, "usable_processors", lambda: 8)
-    starts = (f"start {number}" for number in itertools.count())  # not several in the same second
-    monkeypatch.setattr(runs.time, "strftime", lambda *arguments: next(starts))
 
     def use(options=None, error=None):
         with contextlib.suppress(KeyboardInterrupt), made(tmp_path, options, "auto") as run:

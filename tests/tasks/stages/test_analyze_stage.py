@@ -4,6 +4,7 @@ import pytest
 
 from rl_core.errors import DataError
 from tasks.stages.analyze import find_trajectories
+from tasks.tracking.journal import LineLog, events_path
 
 
 def touch(path):
@@ -43,8 +44,20 @@ def test_the_same_model_twice_keeps_both_and_the_order_given(tmp_path):
     runs = [touch(tmp_path / run / "trajectories_policy.jsonl").parent for run in ("late", "early")]
     base = touch(tmp_path / "base.jsonl")
     found = find_trajectories([*runs, base])
-    assert list(found) == ["base", "policy", "policy'"]
-    assert [found["policy"].parent, found["policy'"].parent] == runs
+    assert list(found) == ["base", "policy late", "policy early"]
+    assert [found["policy late"].parent, found["policy early"].parent] == runs
+
+
+def test_of_several_evaluations_each_model_names_its_run(tmp_path):
+    for key, started in (("0123", "2026-11-20-09-00-01"), ("4567", "2026-11-21-10-30-00")):
+        touch(tmp_path / key / "trajectories_policy.jsonl")
+        log = LineLog(events_path(tmp_path / f"{key}.tracking"))
+        log.append({"op": "start", "time": 0, "name": "evaluate", "parent_folder": str(tmp_path / "runs" / started)})
+        log.close()
+    touch(tmp_path / "89ab" / "trajectories_sft.jsonl")
+    found = find_trajectories([tmp_path])
+    assert list(found) == ["sft", "policy 2026-11-20 09:00:01", "policy 2026-11-21 10:30:00"]
+    assert found["policy 2026-11-21 10:30:00"].parent.name == "4567"
 
 
 def test_none_is_an_error_that_says_where_it_looked(tmp_path):

@@ -71,7 +71,7 @@ def test_a_teacher_here_and_the_same_one_behind_a_server_leave_the_same_model(mo
     start = torch.cat([p.flatten() for p in causal_lm.load(student, ModelSettings(device="cpu"))[0].parameters()])
     assert not torch.allclose(weights_in(tmp_path / "here"), start, atol=1e-3)
     kl = here["metrics"]["policy/teacher_kl"]
-    assert here["note"] == f"2 iterations (iterations); KL to the teacher {kl:.3f} nats per token at last"
+    assert here["note"] == f"2 iterations (as many as were set); KL to the teacher {kl:.3f} nats per token at last"
     assert len((tmp_path / "here" / REWARD_RECORD).read_text().splitlines()) == 8
 
 

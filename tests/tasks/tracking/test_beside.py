@@ -5,20 +5,10 @@ import threading
 import pytest
 import torch
 
-from rl_core.errors import SettingsError
 from rl_core.trackers import BackgroundTracker
 from rl_core.tracking import MemoryTracker
 from tasks.tracking import Tracking, beside, system
-from tasks.tracking.beside import alerts_of, check_installed, sinks_of
-
-
-def test_a_missing_package_is_named_before_anything_runs(monkeypatch):
-    check_installed(["prometheus:9464"])
-    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"dogstatsd needs the package datadog; install it, or posttrain\[dat"):
-        check_installed(["dogstatsd"])
-    with pytest.raises(SettingsError, match=r"prometheus needs the package prometheus-client; install it$"):
-        check_installed(["prometheus"])
+from tasks.tracking.beside import alerts_of, sinks_of
 
 
 def test_a_stage_s_file_for_prometheus(tmp_path):

@@ -209,11 +209,18 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
     assert len(found) == 2
     right, wrong = found
     assert right.info.tags["level"] == "easy" and right.info.tags["model"] == "policy"
-    assert {entry.name: entry.value for entry in wrong.info.assessments} == {"success": False, "reward": 0.0}
+    assert {entry.name: entry.value for entry in wrong.info.assessments} == {
+        "model": "policy",
+        "level": "hard",
+        "success": False,
+        "reward": 0.0,
+    }
     names = [span.name for span in right.data.spans]
     assert names == ["episode", "turn 1: zoom", "zoom", "turn 2: answer"]
     episode, turn, call, _ = right.data.spans
     assert episode.inputs == "what colour?" and episode.outputs == "red (right)"
+    assert right.info.execution_duration in (None, 0)  # no episode of a batch has a time of its own
+    assert [span.start_time_ns for span in right.data.spans] == sorted(span.start_time_ns for span in right.data.spans)
     assert episode.attributes["seed"] == 2**30 and episode.attributes["reward"] == 1.0
     assert turn.outputs == {"action": "zoom 1 2", "observation": "red 4"} and turn.parent_id == episode.span_id
     assert call.inputs == {"row": 1, "col": 2} and call.outputs == "red 4" and call.parent_id == turn.span_id
@@ -237,7 +244,7 @@ def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
     found = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id)
     assert sorted(len(trace.data.spans) for trace in found) == [3, 4]
     for trace in found:
-        assert sorted(judgement.name for judgement in trace.info.assessments) == ["reward", "success"]
+        assert sorted(judgement.name for judgement in trace.info.assessments) == ["level", "model", "reward", "success"]
 
 
 def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):

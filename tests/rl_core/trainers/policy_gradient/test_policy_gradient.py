@@ -11,7 +11,7 @@ from rl_core.errors import SettingsError
 from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import make_batches
-from rl_core.settings import CurriculumStage, ExitCondition
+from rl_core.settings import CurriculumStage, ExitCondition, PolicySettings, ReplaySettings
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import SignalWarning
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
@@ -290,3 +290,40 @@ def test_settings_are_left_alone(tokenizer):
     before = dataclasses.asdict(trainer.settings)
     trainer.step()
     assert dataclasses.asdict(trainer.settings) == before
+
+
+def test_truncated_rollouts_carry_no_loss_and_count_in_their_groups(tokenizer):
+    all_of_it, masked = make_trainer(tokenizer), make_trainer(tokenizer, mask_truncated=True)
+    before, metrics = all_of_it.step(), masked.step()
+    rows = played_rows(masked)
+    assert rows == played_rows(all_of_it)  # the same rollouts with the same advantages
+    kept = [(r, a) for r, a in rows if r.trajectory.stop_reason != "max_tokens"]
+    cut = [(r, a) for r, a in rows if r.trajectory.stop_reason == "max_tokens"]
+    assert kept and any(a < 0 for _, a in cut), "cut rollouts with a say in their groups are what this is about"
+    assert metrics["train/masked_truncated"] == len(cut) and "train/masked_truncated" not in before
+    total, tokens = sum(a * sum(r.loss_mask) for r, a in kept), sum(sum(r.loss_mask) for r, _ in kept)
+    assert metrics["train/loss"] == pytest.approx(-total / tokens, abs=1e-6)
+    assert metrics["train/loss"] != pytest.approx(before["train/loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm": "reinforce", "epochs": 1},
+        {"entropy_coef": 0.1},
+        {"replay": ReplaySettings(), "importance": "token"},
+    ],
+)
+def test_rollouts_that_are_all_truncated_leave_the_weights_alone(tokenizer, options):
+    trainer = make_trainer(tokenizer, mask_truncated=True, **{"epochs": 2, **options})
+    trainer.backend.end_at([])
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert metrics["train/masked_truncated"] == 36 and metrics["train/empty_updates"] == trainer.settings.epochs
+    assert torch.equal(weights(trainer), before)
+
+
+def test_masking_truncated_rollouts_is_refused_with_a_critic():
+    with pytest.raises(SettingsError, match=r"mask_truncated: .*critic\.bootstrap_limits"):
+        PolicySettings(algorithm="ppo", mask_truncated=True)

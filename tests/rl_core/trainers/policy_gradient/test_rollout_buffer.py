@@ -125,7 +125,7 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
 def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, options, expected):
     asked = []
 
-    def noted(groups, *, bootstrap_limits=False):
+    def noted(groups, *, bootstrap_limits=False, mask_truncated=False):
         asked.append(bootstrap_limits)
         raise InterruptedError  # seen enough
 

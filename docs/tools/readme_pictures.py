@@ -1,0 +1,94 @@
+"""README's demo section from one run: `make readme-pictures` runs the demo anew and writes results and both pictures.
+
+    python docs/tools/readme_pictures.py              # runs configs/demo.yaml into outputs/readme, several minutes
+
+The lines under the first picture are the stages' own notes, so that table and pictures cannot be of different runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))  # called as a file, from a checkout
+
+__all__ = ["main", "machine", "told", "with_results"]
+
+README = ROOT / "README.md"
+PICTURES = ROOT / "tests" / "benchmarks" / "pictures"
+_STAGES = {"sft": 2, "reward_model": 2, "policy": 2, "evaluate": 1, "promote": 2}  # clauses of their notes
+_LINES = re.compile(r"(?:^    (?:sft|reward model|policy|evaluate|promote): .*\n)+", re.MULTILINE)
+_MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s for the whole job;", re.MULTILINE)
+
+
+def told(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Result lines of README: the first clauses of the stages' notes.
+
+    Args:
+        rows: of a run's result table, each with `stage` and `note`.
+    """
+    notes = {str(row["stage"]): str(row["note"]) for row in rows}
+    lines = [
+        f"    {name.replace('_', ' ')}: {'; '.join(notes[name].split('; ')[:clauses])}\n"
+        for name, clauses in _STAGES.items()
+        if notes.get(name)
+    ]
+    return "".join(lines)
+
+
+def machine(cpuinfo: str, seed: int, seconds: float) -> str:
+    """Clause of README about where and how long it ran, from the text of /proc/cpuinfo."""
+    name = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    flags = set(re.findall(r"\b(?:amx_tile|avx512f|avx2)\b", cpuinfo))
+    best = next((word for flag, word in _FLAGS.items() if flag in flags), "no AVX2")
+    cores = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
+    shown = re.sub(r"\((?:R|TM)\)| CPU| Processor|@.*", "", name[1] if name else "a processor without a name").strip()
+    return f"{cores} cores ({shown}, {best}), seed {seed}, {seconds:.0f} s for the whole job;"
+
+
+_FLAGS = {"amx_tile": "AMX", "avx512f": "AVX-512, no AMX", "avx2": "AVX2"}  # the best one that a processor has
+
+
+def with_results(readme: str, lines: str, where: str) -> str:
+    """README with these results. Raises: ValueError where it has no place for them."""
+    for place, text in ((_LINES, lines), (_MACHINE, where)):
+        if len(place.findall(readme)) != 1:
+            raise ValueError(f"{README}: found {len(place.findall(readme))} places like {place.pattern!r}, wanted one")
+        readme = place.sub(lambda _, text=text: text, readme)  # type: ignore[misc]
+    return readme
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo anew, then write the pictures and README's results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", default=str(ROOT / "configs" / "demo.yaml"))
+    parser.add_argument("--output", default=str(ROOT / "outputs" / "readme"), help="folder of the run")
+    chosen = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    from flows.post_training import run_pipeline
+    from rl_core.storage.single_files import write_text_atomic
+    from tasks.config import load
+
+    shutil.rmtree(chosen.output, ignore_errors=True)  # a version 1 and no champion, as of whoever runs it first
+    settings = load(chosen.config, (f"output={chosen.output}",))
+    result = run_pipeline(settings)
+    text = with_results(
+        README.read_text(encoding="utf-8"), told(result.rows),
+        machine(Path("/proc/cpuinfo").read_text(), settings.seed, result.seconds),
+    )  # fmt: skip
+    shutil.copyfile(Path(chosen.output) / settings.name / "pipeline.png", PICTURES / "demo_pipeline.png")
+    shutil.copyfile(result.results["analyze"].path / "success_by_level.png", PICTURES / "demo_success_by_level.png")
+    write_text_atomic(README, text)
+    print(f"{README.name} and two pictures are of this run: git diff --stat")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

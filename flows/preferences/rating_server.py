@@ -1,0 +1,155 @@
+"""`posttrain prefer`: the items, the page's server, and its end.
+
+<output>/<pipeline>/preferences/    items.jsonl, ratings.jsonl (the journal), preferences.jsonl or scores.jsonl, token
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.monitor.server import free_port
+from flows.preferences.rating_room import RatingRoom
+from flows.runtime.access_token import token_of
+from rl_core.errors import DataError
+from rl_core.preferences.items import RatedItem, items_of_file, read_items, write_items
+from rl_core.preferences.reward_posterior import RewardPosterior
+from rl_core.settings import RatingSettings
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
+from tasks.config import PipelineSettings
+
+__all__ = ["PeopleTask", "export", "folder_of", "prefer"]
+
+HOST = "127.0.0.1"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PeopleTask:
+    """All that `prefer` needs to know."""
+
+    pipeline: PipelineSettings
+    rating: RatingSettings
+    output: Path  # of the pipelines
+    pairs: Path | None = None  # file of answers to rate; None = models answer
+    more: bool = False  # True = models answer again, though there are items
+
+    @property
+    def folder(self) -> Path:
+        """Folder of everything that people see and say."""
+        return folder_of(self.output, self.pipeline)
+
+
+def folder_of(output: Path, pipeline: PipelineSettings) -> Path:
+    """Folder of a pipeline's ratings."""
+    return output / pipeline.name / "preferences"
+
+
+def prefer(task: PeopleTask, *, say: Say = print) -> None:
+    """Serve the page until Ctrl-C or SIGTERM.
+
+    Raises: SettingsError, ModelError, DataError for items that cannot be had; BackendError without a free port;
+        FolderBusy where another one is served from the folder.
+    """
+    with FolderLock(make_folder(task.folder)):
+        items = _items(task, say)
+        posterior = _posterior(task, items, say)
+        token = token_of(task.folder)
+        with RatingRoom(task.folder, items, task.rating, seed=task.pipeline.seed, posterior=posterior) as room:
+            _serve(room, token, task.rating.port, say)
+        say(f"{len(room.journal)} ratings in {room.rows_file}")
+
+
+def export(task: PeopleTask, *, say: Say = print) -> Path:
+    """Write the data file from the journal, without a page. Raises: DataError where nothing was rated yet."""
+    with FolderLock(make_folder(task.folder)):
+        items = read_items(task.folder / "items.jsonl")
+        room = RatingRoom(task.folder, items, task.rating, seed=task.pipeline.seed)
+        if not len(room.journal):
+            raise DataError(f"{task.folder}: nothing is rated yet; start the page: posttrain prefer CONFIG")
+        room.write()
+        found = room.agreement()
+    say(f"{len(room.journal)} ratings by {len(room.journal.raters)} in {room.rows_file}")
+    if found.alpha is not None:
+        interval = f" [{found.low:.2f}, {found.high:.2f}]" if found.low is not None else ""
+        say(f"Krippendorff's alpha {found.alpha:.2f}{interval} on {found.units} items rated by two people or more")
+    return room.rows_file
+
+
+def _items(task: PeopleTask, say: Say) -> list[RatedItem]:
+    """The folder's items, to which new ones of a file or of the models are added; a rated item always stays."""
+    path = task.folder / "items.jsonl"
+    known = {item.id: item for item in read_items(path)}
+    number = 2 if task.rating.ask == "pairs" else 1
+    before = len(known)
+    if task.pairs is not None:
+        for item in items_of_file(task.pairs, answers=number):
+            known.setdefault(item.id, item)
+    elif not known or task.more:
+        from flows.preferences.sampled_answers import find_models, sampled_items  # here: they load torch
+
+        models = find_models(task.pipeline, task.rating, task.output)
+        for item in sampled_items(task.pipeline, task.rating, models, say):
+            known.setdefault(item.id, item)
+    if len(known) > before:
+        write_items(path, list(known.values()))
+    fitting = [item for item in known.values() if len(item.answers) == number]
+    if not fitting:
+        raise DataError(
+            f"{path}: has no item for prefer.ask: {task.rating.ask}; add some with --more or --answers FILE"
+        )
+    return fitting
+
+
+def _posterior(task: PeopleTask, items: list[RatedItem], say: Say) -> RewardPosterior | None:
+    """The reward posterior that chooses pairs; None = the order is random."""
+    rating = task.rating
+    if rating.choose != "uncertainty" or rating.ask != "pairs":
+        return None
+    policy = None
+    if rating.reward_model is None:
+        if task.pairs is not None and not rating.models:
+            say("order      random: name a reward model (prefer.reward_model) or a model to choose by uncertainty")
+            return None
+        from flows.preferences.sampled_answers import find_models
+
+        policy = find_models(task.pipeline, rating, task.output)[0].place
+    from flows.preferences.answer_states import posterior_of
+
+    model: Any = Path(rating.reward_model).expanduser() if rating.reward_model is not None else None
+    say(f"order      by the uncertainty of {'a new head on ' + str(policy) if model is None else model}")
+    return posterior_of(items, task.pipeline.model, policy=policy, reward_model=model)
+
+
+def _serve(room: RatingRoom, token: str, wanted: int, say: Say) -> None:
+    import uvicorn
+
+    from flows.preferences.rating_routes import make_rating_app
+
+    port = free_port(wanted)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_rating_app(room, token), host=HOST, port=port, log_level="warning", access_log=False,
+            timeout_graceful_shutdown=1, server_header=False,
+        )
+    )  # fmt: skip
+
+    def announce() -> None:
+        while not server.started and not server.should_exit:
+            time.sleep(0.05)
+        if server.started:
+            note = f"  (port {wanted} is taken)" if port != wanted else ""
+            say(f"items      {len(room.items)}, {len(room.journal)} ratings so far{note}")
+            say(f"page       http://{HOST}:{port}/#token={token}")
+            say(f"data file  {room.rows_file}")
+            say("Ctrl-C stops it; everything is kept")
+
+    threading.Thread(target=announce, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
+        server.run()

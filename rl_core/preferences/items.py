@@ -1,0 +1,154 @@
+"""Items that people rate: a prompt and one or two answers, each a text or the turns of a trajectory.
+
+items.jsonl   {"id", "prompt", "answers", "sources", "about", "crc"}, one line each, written once
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.data.files import BadRow
+from rl_core.data.messages import checked_messages
+from rl_core.data.records import read_preferences
+from rl_core.errors import DataError
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.single_files import make_folder, replacing
+from rl_core.types import Message, Trajectory
+
+__all__ = ["Answer", "RatedItem", "answer_of", "items_of_file", "opening", "read_items", "write_items"]
+
+Answer = str | list[dict[str, Any]]  # a text, or messages that begin and end with the assistant's
+
+
+@dataclass(frozen=True, slots=True)
+class RatedItem:
+    """One thing to rate."""
+
+    prompt: Answer  # text of the user, or messages
+    answers: tuple[Answer, ...]  # two to compare, or one to score
+    sources: tuple[str, ...]  # model and version of each answer
+    about: dict[str, Any] = field(default_factory=dict)  # level, seed, ... of the episode
+
+    @property
+    def id(self) -> str:
+        """Digest of what is shown; the same texts are the same item, in whatever order the answers stand."""
+        shown = [self.prompt, sorted(json.dumps(answer, sort_keys=True) for answer in self.answers)]
+        return hashlib.sha256(json.dumps(shown, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def answer_of(trajectory: Trajectory) -> Answer:
+    """A policy's part of an episode: its text, or its turns with the observations between them."""
+    turns = trajectory.turns
+    if len(turns) == 1:
+        return turns[0].action
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        messages.append({"role": "assistant", "content": turn.action})
+        if turn.observation is not None and number < len(turns) - 1:
+            messages.append({"role": "tool", "content": turn.observation})
+    return messages
+
+
+def items_of_file(path: Path, *, answers: int) -> list[RatedItem]:
+    """Items from rows {"prompt", "answers": [...], "sources": [...]}, or from preference rows in any format.
+
+    Items that come twice are left out, and so are pairs with equal answers.
+    Args:
+        answers: 2 = pairs; 1 = each answer of a row is an item of its own.
+    Raises: DataError naming a row that cannot be used, or a file without any.
+    """
+    rows = list(_rows_with_answers(path)) or [
+        RatedItem(row["prompt"], (row["chosen"], row["rejected"]), ("chosen", "rejected"))
+        if "chosen" in row
+        else RatedItem(row["prompt"], (row["completion"],), ("completion",))
+        for row in read_preferences(path).rows
+    ]
+    found: dict[str, RatedItem] = {}
+    for item in rows:
+        for one in _cut(item, answers):
+            found.setdefault(one.id, one)
+    if not found:
+        raise DataError(f"{path}: holds no item with {answers} different answer{'s' * (answers > 1)}")
+    return list(found.values())
+
+
+def _cut(item: RatedItem, answers: int) -> Iterable[RatedItem]:
+    """The item as pairs, or as single answers."""
+    if answers == 1:
+        sides = zip(item.answers, item.sources, strict=True)
+        return [RatedItem(item.prompt, (answer,), (source,), item.about) for answer, source in sides]
+    return [item] if len(item.answers) == 2 and item.answers[0] != item.answers[1] else []
+
+
+def _rows_with_answers(path: Path) -> Iterable[RatedItem]:
+    """Items of rows that have `answers`; nothing where the first row has none."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{place}: is no JSON object: {error}") from None
+            if not isinstance(row, dict) or "answers" not in row:
+                if number == 1:
+                    return
+                raise DataError(f"{place}: has no answers, as the rows before it have")
+            yield _item_of(row, place)
+
+
+def _item_of(row: Mapping[str, Any], place: str) -> RatedItem:
+    answers = row["answers"]
+    if not isinstance(answers, list) or not 1 <= len(answers) <= 2:
+        raise DataError(f"{place}: answers must be a list of one or two")
+    sources = row.get("sources") or [""] * len(answers)
+    if not isinstance(sources, list) or len(sources) != len(answers):
+        raise DataError(f"{place}: sources must name one model for each of the {len(answers)} answers")
+    checked = tuple(_checked(answer, f"{place}: answers[{index}]") for index, answer in enumerate(answers))
+    prompt = _checked(row.get("prompt"), f"{place}: prompt")
+    return RatedItem(prompt, checked, tuple(str(source) for source in sources), dict(row.get("about") or {}))
+
+
+def _checked(value: Any, place: str) -> Answer:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        try:
+            return [dict(message) for message in checked_messages(value, place)]
+        except BadRow as bad:
+            raise DataError(str(bad)) from None
+    raise DataError(f"{place}: must be text or a list of messages")
+
+
+def write_items(path: Path, items: Sequence[RatedItem]) -> None:
+    """Write the items, whole or not at all."""
+    make_folder(path.parent)
+    with replacing(path, binary=True) as file:
+        for item in items:
+            file.write(
+                sealed({"prompt": item.prompt, "answers": item.answers, "sources": item.sources, "about": item.about})
+            )
+
+
+def read_items(path: Path) -> list[RatedItem]:
+    """The items of a file, in order; damaged lines are named and left out."""
+    items = []
+    for line in read_checked(path):
+        if line.record is None:
+            report_damage(path, line)
+            continue
+        row = line.record
+        items.append(RatedItem(row["prompt"], tuple(row["answers"]), tuple(row["sources"]), row["about"]))
+    return items
+
+
+def opening(item: RatedItem) -> list[Message]:
+    """The prompt as messages."""
+    prompt: Any = [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else item.prompt
+    return list(prompt)

@@ -1,0 +1,42 @@
+"""Kills of a learning service at random moments under load: server, update worker, spare process.
+
+    python tests/benchmarks/online_faults.py --output DIR [--kills 200] [--seed 0]
+
+Clients ask and label without a pause; every newest snapshot is made live, so that answers change their weights all the
+time. Afterwards: acknowledged answers that the log lacks or has twice, answers that are a mixture, snapshots and final
+weights that differ from those of an unkilled replay of the same records, processes and segments that were left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+from helpers.killed_service import KilledService
+
+
+def main() -> None:
+    """Kill, print, and write faults.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--longest", type=float, default=3.0, help="seconds between two kills, at most")
+    parser.add_argument("--checked", type=int, default=500, help="answers whose tokens are computed again")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    folder = given.output.resolve() / "service"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began = time.time()
+    service = KilledService(folder, seed=given.seed)
+    service.run(given.kills, given.longest)
+    found = service.verdict(given.checked) | {"seconds": time.time() - began}
+    (given.output / "faults.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

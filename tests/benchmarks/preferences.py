@@ -1,0 +1,207 @@
+"""Three simulated people of known noise rate answers through `posttrain prefer`'s room; a reward model learns from it.
+
+    python tests/benchmarks/preferences.py --output preferences.json [--seeds 0 1 2]
+
+Answers are six words each; a hidden weight of every word makes an answer's quality. A person prefers by the difference
+of quality plus logistic noise, and calls small differences a tie. The reward model (nano, from random weights) is
+trained on the data file that the room wrote, and judged on noise-free held-out pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import rl_core  # noqa: E402
+from flows.preferences.answer_states import posterior_of  # noqa: E402
+from flows.preferences.rating_room import RatingRoom  # noqa: E402
+from rl_core.models import heads  # noqa: E402
+from rl_core.preferences.items import RatedItem  # noqa: E402
+from rl_core.settings import ModelSettings, RatingSettings, RewardModelSettings  # noqa: E402
+
+WORDS = [
+    "apple",
+    "river",
+    "stone",
+    "cloud",
+    "paper",
+    "tiger",
+    "lemon",
+    "piano",
+    "candle",
+    "forest",
+    "mirror",
+    "button",
+    "garden",
+    "silver",
+    "thunder",
+    "velvet",
+]
+PEOPLE = {"careful": 0.3, "usual": 1.0, "careless": 2.5}  # scale of the noise; qualities differ by about 3
+TIE = 0.5  # difference below which a person sees none
+
+
+def quality(seed: int) -> dict[str, float]:
+    """Hidden weight of each word."""
+    rng = random.Random(f"quality {seed}")
+    return {word: rng.gauss(0, 1) for word in WORDS}
+
+
+def items_of(count: int, seed: int) -> list[RatedItem]:
+    """Pairs of answers of six words."""
+    rng = random.Random(f"items {seed}")
+    found: dict[str, RatedItem] = {}
+    while len(found) < count:
+        answers = tuple(" ".join(rng.choices(WORDS, k=6)) for _ in range(2))
+        item = RatedItem(f"Write six words, number {rng.randrange(50)}.", answers, ("model", "model"))
+        if answers[0] != answers[1]:
+            found.setdefault(item.id, item)
+    return list(found.values())
+
+
+def difference(item: RatedItem, weights: dict[str, float]) -> float:
+    """Quality of the first answer minus that of the second."""
+    first, second = (sum(weights[word] for word in str(answer).split()) for answer in item.answers)
+    return first - second
+
+
+def rate(room: RatingRoom, labels: int, weights: dict[str, float], people: Sequence[str], seed: int) -> None:
+    """Have the people rate in turn, until the room has so many ratings."""
+    rng = random.Random(f"rate {seed} {labels}")
+    known = {item.id: item for item in room.items}
+    while len(room.journal) < labels:
+        for name in people:
+            shown = room.question(name)
+            if shown["question"] is None or len(room.journal) >= labels:
+                continue
+            item = known[shown["question"]["item"]]
+            gap = difference(item, weights)
+            noise = PEOPLE[name] * np.log(1 / (u := rng.uniform(1e-9, 1 - 1e-9)) - 1)
+            felt = gap + float(noise)
+            question = room.order.next(name)
+            assert question is not None and 0 < u < 1
+            side = "left" if (felt > 0) == (question.left == 0) else "right"
+            choice = "tie" if abs(felt) < TIE else side
+            room.rate(name, {"item": item.id, "count": shown["rated"], "choice": choice}, time.time())
+
+
+def trained_accuracy(
+    rows: Path, policy: Path, weights: dict[str, float], test: list[RatedItem], **options: Any
+) -> float:
+    """Share of noise-free pairs that a reward model, trained on the data file, orders rightly."""
+    settings = RewardModelSettings(
+        **{"epochs": 6.0, "batch_size": 32, "learning_rate": 2e-3, "checkpoint_every": 0, **options}
+    )
+    training = rl_core.reward_model(
+        ModelSettings(path=str(policy), device="cpu"), str(rows), heldout=0, settings=settings
+    )
+    training.run()
+    renderer = training.policy.renderer
+    ids = [
+        [*renderer.prompt_ids([{"role": "user", "content": str(item.prompt)}]), *renderer.action_ids(str(answer))]
+        for item in test
+        for answer in item.answers
+    ]
+    scores = np.array(heads.score(training.model, ids, pad_id=renderer.pad_id))
+    right = (scores[0::2] > scores[1::2]) == np.array([difference(item, weights) > 0 for item in test])
+    return float(right.mean())
+
+
+def base_policy(folder: Path, seed: int) -> Path:
+    """A nano policy with random weights, and a tokenizer that knows the words."""
+    texts = [f"Write six words, number 1. {' '.join(WORDS)}"] * 4
+    settings = ModelSettings(preset="nano", vocab_size=420, context=128, device="cpu")
+    return rl_core.create_policy(texts, settings, seed=seed).save(folder / "policy")
+
+
+def from_labels(seed: int, counts: Sequence[int]) -> dict[str, Any]:
+    """Accuracy by number of labels of three people, each of them alone, and agreement."""
+    weights, found = quality(seed), {"seed": seed}
+    test = items_of(500, seed + 1000)
+    with tempfile.TemporaryDirectory() as name:
+        policy = base_policy(Path(name), seed)
+        for people in (tuple(PEOPLE), *((one,) for one in PEOPLE)):
+            key = "all three" if len(people) > 1 else people[0]
+            for count in counts if len(people) > 1 else counts[-1:]:
+                folder = Path(name) / f"{key} {count}"
+                settings = RatingSettings(choose="random", overlap=0.2, repeat=0.05)
+                room = RatingRoom(folder, items_of(3000, seed), settings, seed=seed)
+                rate(room, count, weights, people, seed)
+                room.write()
+                accuracy = trained_accuracy(room.rows_file, policy, weights, test)
+                found.setdefault(key, {})[count] = accuracy
+                if len(people) > 1:
+                    alpha = room.agreement()
+                    found.setdefault("alpha", {})[count] = [alpha.alpha, alpha.low, alpha.high]
+                    found["alpha by rater"] = {one.rater: one.alpha for one in alpha.raters}
+                print(seed, key, count, f"{accuracy:.3f}", flush=True)
+    return found
+
+
+def by_uncertainty(seed: int, first: int, counts: Sequence[int]) -> dict[str, Any]:
+    """Accuracy of reward models on pairs chosen by uncertainty, and at random; both after `first` random ones."""
+    weights, found = quality(seed), {"seed": seed}
+    test = items_of(500, seed + 1000)
+    with tempfile.TemporaryDirectory() as name:
+        policy = base_policy(Path(name), seed)
+        items = items_of(3000, seed)
+        start = RatingRoom(Path(name) / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed)
+        rate(start, first, weights, ["usual"], seed)
+        start.write()
+        settings = RewardModelSettings(epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0)
+        model = ModelSettings(path=str(policy), device="cpu")
+        training = rl_core.reward_model(model, str(start.rows_file), heldout=0, settings=settings)
+        training.run()
+        training.save(Path(name) / "reward")
+        for choose in ("uncertainty", "random"):
+            for count in counts:
+                folder = Path(name) / f"{choose} {count}"
+                folder.mkdir()
+                (folder / "ratings.jsonl").write_bytes((Path(name) / "start" / "ratings.jsonl").read_bytes())
+                posterior = None
+                if choose == "uncertainty":
+                    posterior = posterior_of(
+                        items, ModelSettings(device="cpu"), policy=None, reward_model=Path(name) / "reward"
+                    )
+                asked = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
+                room = RatingRoom(folder, items, asked, seed=seed, posterior=posterior)
+                rate(room, count, weights, ["usual"], seed)
+                room.write()
+                accuracy = trained_accuracy(room.rows_file, policy, weights, test)
+                found.setdefault(choose, {})[count] = accuracy
+                print(seed, choose, count, f"{accuracy:.3f}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure, and write what came out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("preferences.json"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--counts", type=int, nargs="+", default=[150, 400, 1200])
+    parser.add_argument("--part", choices=["labels", "choice", "both"], default="both")
+    arguments = parser.parse_args()
+    started = time.process_time()
+    results: dict[str, Any] = {}
+    if arguments.part != "choice":
+        results["labels"] = [from_labels(seed, arguments.counts) for seed in arguments.seeds]
+    if arguments.part != "labels":
+        results["choice"] = [by_uncertainty(seed, 150, [250, 400]) for seed in arguments.seeds]
+    results["processor_seconds"] = time.process_time() - started
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

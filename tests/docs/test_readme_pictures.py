@@ -1,0 +1,41 @@
+"""README's results from a run (docs/tools/readme_pictures.py): the lines, the machine, and their place in README."""
+
+import importlib.util
+
+import pytest
+from documents import ROOT
+
+SPEC = importlib.util.spec_from_file_location("readme_pictures", ROOT / "docs/tools/readme_pictures.py")
+tool = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tool)
+
+ROWS = [
+    {"stage": "prepare_data", "note": "9 rows"},
+    {"stage": "sft", "note": "7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound"},
+    {"stage": "policy", "note": "142 iterations (success 98% over ten); curriculum: hard from iteration 2; rewards: x"},
+    {"stage": "promote", "note": "version 2 of demo promoted: no champion yet; success 98.0% is at least 50%"},
+]
+CPU = "processor\t: 0\nmodel name\t: Some(R) Chip(TM) 9 CPU @ 2.0GHz\nflags\t\t: fpu avx2 avx512f\nprocessor\t: 1\n"
+
+
+def test_the_lines_are_the_stages_own_notes():
+    assert tool.told(ROWS) == (
+        "    sft: 7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound\n"
+        "    policy: 142 iterations (success 98% over ten); curriculum: hard from iteration 2\n"
+        "    promote: version 2 of demo promoted: no champion yet; success 98.0% is at least 50%\n"
+    )
+
+
+def test_the_machine_is_named_by_what_it_has():
+    assert tool.machine(CPU, 0, 251.7) == "2 cores (Some Chip 9, AVX-512, no AMX), seed 0, 252 s for the whole job;"
+    assert ", AMX)" in tool.machine(CPU + "flags: amx_tile", 0, 1) and "no AVX2" in tool.machine("", 0, 1)
+
+
+def test_readme_has_one_place_for_each_and_nothing_else_changes():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = tool.with_results(readme, "    sft: THE LINES\n", "THE MACHINE;")
+    assert found.count("THE LINES") == found.count("THE MACHINE") == 1
+    before, after = readme.splitlines(), found.splitlines()
+    assert set(after) - set(before) == {line for line in after if "THE " in line}
+    with pytest.raises(ValueError, match="found 0 places"):
+        tool.with_results("# nothing", "", "")

@@ -1,0 +1,63 @@
+"""The form of ten settings of a deployment: what it opens with, and what a run's changes of it do."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+import yaml
+from helpers import ROOT
+
+from flows import parameters
+from flows.main_settings import MAIN, main_overrides, main_values
+from flows.parameters import read_settings, told_changes
+from tasks.config import load
+
+DECLARED = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["definitions"]["main"]
+
+
+def test_the_form_opens_with_the_values_of_the_config():
+    assert main_values(load(ROOT / "configs/demo.yaml", check_files=False)) == DECLARED
+    assert set(DECLARED) == set(MAIN) and len(MAIN) == 10
+
+
+def test_what_is_as_declared_changes_nothing_and_the_rest_is_an_override():
+    assert main_overrides(DECLARED, DECLARED) == [] and main_overrides(None, DECLARED) == []
+    changed = {**DECLARED, "learning_rate": 1e-3, "algorithm": "rloo", "seed": None}
+    assert main_overrides(changed, DECLARED) == [
+        'stages.policy.algorithm="rloo"', "stages.policy.learning_rate=0.001"
+    ]  # fmt: skip
+    assert main_overrides({"iterations": 7}) == ["stages.policy.iterations=7"]
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 0}, {"algorithm": "magic"}, {"rate": 1}, {"iterations": "many"}])
+def test_values_that_settings_refuse_the_form_refuses(wrong):
+    with pytest.raises(pydantic.ValidationError):
+        main_overrides({**DECLARED, **wrong}, DECLARED)
+
+
+def test_another_config_keeps_its_own_values(monkeypatch):
+    """A run that names another config sends the demo's values along, as the form opened with them."""
+    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": "demo", "main": DECLARED})
+    settings = read_settings("test", ["run.wait_seconds=5"], DECLARED)
+    assert settings.stages.policy.iterations == load("test").stages.policy.iterations != DECLARED["iterations"]
+    settings = read_settings("test", ["seed=9"], {**DECLARED, "iterations": 11, "seed": 8})
+    assert (settings.stages.policy.iterations, settings.seed) == (11, 9)  # overrides come last
+
+
+def test_a_flow_run_is_named_after_what_it_changes(monkeypatch):
+    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": "demo", "main": DECLARED})
+    run = {"settings": "demo", "main": {**DECLARED, "iterations": 11}, "overrides": ["run.wait_seconds=5", "seed=3"]}
+    assert told_changes(run) == "iterations=11, seed=3"
+    assert told_changes({"settings": "demo", "main": DECLARED}) == ""
+
+
+def test_the_form_comes_second_and_is_described():
+    from prefect.utilities.callables import parameter_schema
+
+    from flows.post_training import post_training
+
+    schema = parameter_schema(post_training).model_dump()
+    order = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
+    assert order[:2] == ["settings", "main"]
+    fields = schema["definitions"]["MainSettings"]["properties"]
+    assert list(fields) == list(MAIN) and all(field["description"] for field in fields.values())

@@ -1,0 +1,106 @@
+"""Order of questions: shared items, repeats, sides, several raters, undo, and the most informative pair."""
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from rl_core.preferences.items import RatedItem
+from rl_core.preferences.question_order import LATER, QuestionOrder
+from rl_core.preferences.rating_journal import Rating, RatingJournal
+from rl_core.preferences.reward_posterior import RewardPosterior
+
+
+def items(count):
+    return [RatedItem(f"{n} ?", (f"yes {n}", f"no {n}"), ("a", "b")) for n in range(count)]
+
+
+class Desk:
+    """An order with its journal, and people who answer."""
+
+    def __init__(self, folder, count=60, posterior=None, **options):
+        given = {"overlap": 0.2, "repeat": 0.0, "seed": 0, **options}
+        self.items, self.journal = items(count), RatingJournal(folder / "ratings.jsonl")
+        self.make = lambda: QuestionOrder(self.items, self.journal, posterior=posterior, **given)
+        self.order = self.make()
+
+    def rate(self, rater, choice="first"):
+        question = self.order.next(rater)
+        if question is None:
+            return None
+        item = self.items[question.place].id
+        kept = self.journal.add(Rating(0, item, rater, choice, left=question.left, asked=question.asked))
+        self.order.take(kept)
+        return question
+
+
+def test_shared_items_are_asked_of_everybody_and_the_others_of_one(tmp_path):
+    desk = Desk(tmp_path)
+    asked = {"ann": [], "bob": []}
+    for _ in range(100):
+        for rater, places in asked.items():
+            question = desk.rate(rater)
+            if question is not None:
+                places.append(question.place)
+    assert all(len(places) == len(set(places)) for places in asked.values())
+    both = set(asked["ann"]) & set(asked["bob"])
+    assert both == set(desk.order._shared) and 6 <= len(both) <= 20  # a fifth of 60
+    assert set(asked["ann"]) | set(asked["bob"]) == set(range(60))
+    assert desk.order.next("ann") is None and desk.order.next("eve") is not None  # the shared ones are for her as well
+
+
+def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
+    desk = Desk(tmp_path, repeat=0.2)
+    for _ in range(25):
+        desk.rate("ann")
+    question = desk.order.next("ann")
+    assert desk.order.next("ann") == question == desk.make().next("ann")
+    assert desk.order.next("bob").place != question.place  # open with somebody else
+
+
+def test_sides_are_random_and_an_item_asked_again_comes_late(tmp_path):
+    desk = Desk(tmp_path, count=400, repeat=0.2)
+    questions = [desk.rate("ann") for _ in range(300)]
+    assert 110 < sum(question.left for question in questions) < 190
+    again = [(n, question) for n, question in enumerate(questions) if question.asked == 2]
+    assert 35 < len(again) < 85 and max(Counter(q.place for q in questions).values()) == 2
+    for number, question in again:
+        earlier = next(n for n, other in enumerate(questions) if other.place == question.place)
+        assert number - earlier >= LATER
+
+
+def test_a_skipped_item_is_for_others(tmp_path):
+    desk = Desk(tmp_path, count=1, overlap=0.0)
+    assert desk.rate("ann", "skip").place == 0
+    assert desk.order.next("ann") is None
+    assert desk.rate("bob").place == 0
+    assert desk.order.next("eve") is None
+
+
+def test_undo_opens_the_same_question_the_same_way_round(tmp_path):
+    desk = Desk(tmp_path)
+    for _ in range(5):
+        question = desk.rate("ann")
+    taken = desk.journal.undo("ann", 0.0)
+    assert desk.order.take_back(taken) == question == desk.order.next("ann") == desk.make().next("ann")
+
+
+def test_the_most_informative_pair_comes_first(tmp_path):
+    features = np.zeros((40, 2))
+    features[:, 0] = 0.05
+    features[17] = [0.0, 2.0]
+    desk = Desk(tmp_path, count=40, overlap=0.0, posterior=RewardPosterior(features))
+    if desk.rate("ann", "second").place != 17:  # two of forty candidates are drawn from
+        assert desk.rate("ann", "second").place == 17
+    assert desk.order._posterior.mean_D[1] < -0.5
+
+
+def test_ten_thousand_pairs_stay_fast(tmp_path):
+    """Processor time of one question with its rating, with all the others rated before."""
+    rng = np.random.default_rng(0)
+    posterior = RewardPosterior(rng.normal(size=(10_000, 32)))
+    desk = Desk(tmp_path, count=10_000, posterior=posterior, overlap=0.0)
+    started = time.process_time()
+    for _ in range(10):
+        desk.rate("ann")
+    assert (time.process_time() - started) / 10 < 0.25

@@ -1,0 +1,101 @@
+"""Rollouts that are not from the distribution that is trained end the run, whatever made them so."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.letters import make_trainer
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import SamplerMismatch
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.trainers.policy_gradient import replay_buffer
+from rl_core.training.loop import run_loop
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def sample_with(trainer, change):
+    """Rollouts of weights that `change` has altered; the trainer keeps its own."""
+    run = trainer.backend.run
+
+    def changed(*arguments):
+        own = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+        with torch.no_grad():
+            change(trainer.policy)
+        run(*arguments)
+        trainer.policy.load_state_dict(own)
+
+    trainer.backend.run = changed
+
+
+def start_of(trainer):
+    return {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+
+
+def never_synced(trainer):
+    """The sync that silently does nothing: the sampler keeps the weights of the start."""
+    start = start_of(trainer)
+    sample_with(trainer, lambda policy: policy.load_state_dict(start))
+    return trainer
+
+
+def test_a_sync_that_does_nothing(tokenizer):
+    trainer = never_synced(make_trainer(tokenizer))
+    trainer.step()  # with the weights of the start in both
+    with pytest.raises(SamplerMismatch, match=r"is 0\.\d+ nats per token on fresh rollouts.*sampler_kl_max is 0\.001"):
+        trainer.step()
+
+
+def test_another_temperature(tokenizer, monkeypatch):
+    row = replay_buffer.train_row
+    monkeypatch.setattr(replay_buffer, "train_row", lambda rollout: dataclasses.replace(row(rollout), temperature=0.5))
+    with pytest.raises(SamplerMismatch):
+        make_trainer(tokenizer).step()
+
+
+def test_a_head_that_never_arrived(tokenizer):
+    trainer = make_trainer(tokenizer)
+    sample_with(trainer, lambda policy: policy.get_output_embeddings().weight.zero_())
+    with pytest.raises(SamplerMismatch):
+        trainer.step()
+
+
+def test_weights_merged_twice(tokenizer):
+    trainer = make_trainer(tokenizer)
+    start = start_of(trainer)
+
+    def twice(policy):
+        for name, value in policy.state_dict().items():
+            value += value - start[name]
+
+    sample_with(trainer, twice)
+    trainer.step()  # nothing is learned yet, so nothing is merged twice
+    with pytest.raises(SamplerMismatch):
+        trainer.step()
+
+
+@pytest.mark.parametrize("options", [{"importance": "token"}, {"sampler_kl_max": 1e6}])
+def test_other_weights_on_purpose_are_allowed(tokenizer, options):
+    trainer = never_synced(make_trainer(tokenizer, **options))
+    trainer.step()
+    assert trainer.step()["policy/sampler_kl"] > 1e-3
+
+
+def test_a_limit_of_ones_own_holds_with_importance_weights_too(tokenizer):
+    trainer = never_synced(make_trainer(tokenizer, importance="token", sampler_kl_max=1e-3))
+    trainer.step()
+    with pytest.raises(SamplerMismatch):
+        trainer.step()
+
+
+def test_nothing_of_the_iteration_is_saved(tokenizer, tmp_path):
+    trainer = never_synced(make_trainer(tokenizer, checkpoint_every=1))
+    with CheckpointStore(tmp_path) as store:
+        with pytest.raises(SamplerMismatch):
+            run_loop(trainer, trainer.settings, iterations=3, checkpoints=store)
+        saved = store.load_latest()
+    assert saved is not None and saved["loop"]["iteration"] == 1

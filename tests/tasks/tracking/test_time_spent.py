@@ -1,0 +1,69 @@
+"""The time that was spent on a run, over all its processes: not the time that passed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tasks.tracking import list_runs
+from tasks.tracking.journal import progress_path, recorded_seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+        def __getattr__(self, name):
+            import time
+
+            return getattr(time, name)
+
+    made = Clock()
+    monkeypatch.setattr("tasks.tracking.run_tracker.time", made)
+    return made
+
+
+def test_seconds_of_an_interrupted_run_are_those_of_all_its_processes(tracking, tmp_path, clock):
+    first = tracking.start_run("twice", tmp_path / "run", wait_s=0)
+    clock.now += 30
+    assert first.close("KILLED")
+    clock.now += 5000  # nobody works on it
+    again = tracking.start_run("twice", tmp_path / "run", wait_s=0)
+    assert again.seconds == 30
+    clock.now += 12
+    again.progress(3, 4)
+    assert again.seconds == 42 and recorded_seconds(tmp_path / "run") == 42
+    assert again.close()
+    assert tracking.store.client.get_run(again.run_id).data.tags["seconds"] == "42.0"
+    [row] = [row for row in list_runs(tracking.output, tracking.store.uri) if row["run"] == "twice"]
+    assert row["took"] == "42 s"
+
+
+def test_a_killed_run_counts_on_from_its_last_note(tracking, tmp_path, clock):
+    run = tracking.start_run("killed", tmp_path / "run", wait_s=0)
+    run.progress(1, 9)
+    clock.now += 10
+    run.progress(2, 9)
+    clock.now += 0.5
+    run.note_time()  # within a second of the last one
+    kept = progress_path(tmp_path / "run").read_text()
+    run.close()
+    progress_path(tmp_path / "run").write_text(kept)  # as kill -9 leaves it
+    assert json.loads(kept)["seconds"] == 10
+    with tracking.start_run("killed", tmp_path / "run", wait_s=0) as again:
+        clock.now += 1
+        assert again.seconds == 11
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"done": 1}', '{"seconds": "x"}', '{"seconds": -3}', '{"seconds": NaN}']
+)
+def test_a_note_that_cannot_be_read_counts_as_none(tmp_path, text):
+    (tmp_path / ".tracking").mkdir()
+    progress_path(tmp_path).write_text(text)
+    assert recorded_seconds(tmp_path) == 0.0 and recorded_seconds(tmp_path / "none") == 0.0
