@@ -43,7 +43,7 @@ def head_of(length, path="/v1/chat/completions"):
 def endless(stream, tokens=190):
     """A question that takes long: few answers end before the limit."""
     body = {"model": "small", "messages": [{"role": "user", "content": "x"}], "stream": stream, "n": 4,
-            "max_tokens": tokens, "logprobs": True, "top_logprobs": 20}  # fmt: skip
+            "max_tokens": tokens, "seed": 0, "logprobs": True, "top_logprobs": 20}  # fmt: skip
     return json.dumps(body).encode()
 
 
@@ -51,20 +51,21 @@ def endless(stream, tokens=190):
 def test_the_slots_of_a_client_that_is_gone_are_freed(tmp_path, model_folder, stream):
     with running_server(tmp_path, model_folder) as server:
         loop = server.server.answering.loop
-        whole, pause = loop.step, threading.Event()
+        whole, is_closed = loop.step, threading.Event()
 
-        def slow():
-            if pause.is_set() and server.state.active:
+        def held_step():
+            if server.state.active == 4:
+                is_closed.wait(20)
+            if server.state.active:
                 time.sleep(0.02)
             return whole()
 
-        loop.step = slow
-        pause.set()
+        loop.step = held_step
         connection = raw(server, head_of(len(endless(stream))), endless(stream))
         wait_for(lambda: server.state.active == 4, "slots", 20)
         connection.close()
+        is_closed.set()
         wait_for(lambda: idle(server), "free slots", 20)
-        pause.clear()
         assert server.chat(max_tokens=2)["choices"]
         assert "posttrain_serving_clients_gone_total 1.0" in server.client.get("/metrics").text
 
