@@ -60,6 +60,7 @@ INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by
     for (int64_t k = 0; k < depth; k++) {
         vf row[WIDE];
         for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
+        for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(b + (depth + k) * PANEL + j, 0, 2); /* the next panel */
         for (int i = 0; i < m; i++) {
             vf by = all(a[i * by_row + k * by_depth]);
             for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
