@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from flows.monitor.runs import RunJournal, RunView, StageView, judge, seconds_left
+from flows.monitor.runs import RunJournal, RunView, StageView, answered, judge, seconds_left
 from flows.monitor.series import SeriesTable
 from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
@@ -85,6 +85,8 @@ class Reader:
         modified = max(max(found.modified, _written(found.tail.path)) for found in (journal, *members))
         status, why = judge(events, record, written, modified)
         shipped = read_json(journal.folder / ".tracking" / "shipped.json")
+        answer = read_json(journal.folder / "run.json").get("answer")
+        answer = answer if isinstance(answer, dict) else {}
         return RunView(
             id=f"{home.name}/{journal.folder.name}",
             pipeline=home.name,
@@ -97,7 +99,8 @@ class Reader:
             modified=modified,
             pid=int(record.get("pid") or 0),
             run_id=str(shipped.get("run_id") or ""),
-            result=events.tags.get("result", ""),
+            result=answered(events.tags.get("result", ""), answer),
+            answer=answer,
             config=events.texts.get("config.json", {}),
         )
 
@@ -207,7 +210,9 @@ class Reader:
             done=done,
             total=total,
             message=message,
-            note=str(summary.get("note") or events.tags.get("error") or events.tags.get("result") or ""),
+            note=answered(
+                str(summary.get("note") or events.tags.get("error") or events.tags.get("result") or ""), run.answer
+            ),
             table=table,
             params=events.params,
             curriculum=_moves(summary.get("curriculum") or events.texts.get("curriculum.json", {}).get("history")),

@@ -20,8 +20,9 @@ import psutil
 from flows.monitor.series import SeriesTable
 from flows.monitor.tail import Tail, read_json
 from tasks.run_status import OF_AN_EARLIER_STOP, run_status
+from tasks.tracking.values import reworded
 
-__all__ = ["EventLog", "RunJournal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
+__all__ = ["EventLog", "RunJournal", "RunView", "StageView", "answered", "judge", "process_lives", "seconds_left"]
 
 FRESH_SECONDS = 30.0  # a journal modified this recently belongs to a live run
 LONG_SECONDS = 600.0  # silence that is suspicious, as machine load is recorded every few seconds by default
@@ -163,6 +164,7 @@ class RunView:
     pid: int = 0
     run_id: str = ""  # MLflow's
     result: str = ""
+    answer: Mapping[str, Any] = field(default_factory=dict)  # of an approval: the words `before`, and those `now`
     stages: list[StageView] = field(default_factory=list)
     system: SeriesTable = field(default_factory=SeriesTable)
     config: dict[str, Any] = field(default_factory=dict)
@@ -199,6 +201,12 @@ def process_lives(pid: int, since: float) -> bool:
         return process.create_time() <= since + 2.0 and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, OverflowError):
         return False
+
+
+def answered(text: str, answer: Mapping[str, Any]) -> str:
+    """The text of a run that waited for an approval, with the answer in place of the question."""
+    before, now = answer.get("before"), answer.get("now")
+    return reworded(text, before, now, text) if isinstance(before, str) and isinstance(now, str) and before else text
 
 
 def judge(events: EventLog, record: Mapping[str, Any], written: float, modified: float) -> tuple[str, str]:

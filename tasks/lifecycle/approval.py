@@ -281,17 +281,18 @@ def note_answer(tracking: Tracking, request: ApprovalRequest) -> None:
         except PosttrainError as error:  # the run may be gone; the decision stands
             logger.warning("the decision could not be noted on run %s: %s", run_id, error)
     if request.state != SUPERSEDED:
-        _note_locally(tracking.output, request.run_id)
+        _note_locally(tracking.output, request.run_id, waiting, request.outcome)
     fault("approval.noted")
 
 
-def _note_locally(output: Path, run_id: str) -> None:
-    """Note the end of the wait in the run's record, if its folder is on this machine."""
+def _note_locally(output: Path, run_id: str, waiting: str, outcome: str) -> None:
+    """Note the end of the wait in the run's record, if its folder is on this machine; the live page reads it."""
+    changed = {"status": "finished", "answer": {"before": waiting, "now": outcome}}
     for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
         try:
             record = json.loads(path.read_text())
             if run_id and record.get("run_id") == run_id and record.get("status") == "waiting":
-                write_json_atomic(path, {**record, "status": "finished"})
+                write_json_atomic(path, {**record, **changed})
         except (OSError, ValueError, AttributeError, PosttrainError) as error:
             logger.debug("%s: %s", path, error)
 

@@ -15,13 +15,11 @@ from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
 from tasks.tracking.store import Cost, Store
-from tasks.tracking.values import ELLIPSIS, SECONDS, VersionOf, result_text
+from tasks.tracking.values import SECONDS, VersionOf, result_text, reworded
 
 __all__ = ["RunRow", "Tracking"]
 
 log = logging.getLogger(__name__)
-
-LEAST = 12  # characters by which a sentence is known that was cut off
 
 
 @dataclass(frozen=True)
@@ -222,9 +220,9 @@ class Tracking:
             found = self.store.client.get_run(run_id).data.tags
             result, note = found.get("result", ""), found.get("mlflow.note.content", "")
             changed = dict(tags)
-            changed["result"] = result_text(_reworded(result, old, new, new))
+            changed["result"] = result_text(reworded(result, old, new, new))
             if note:
-                changed["mlflow.note.content"] = _reworded(note, old, new, f"{new}\n\n{note}")
+                changed["mlflow.note.content"] = reworded(note, old, new, f"{new}\n\n{note}")
             for key, value in changed.items():
                 self.store.client.set_tag(run_id, key, value[:5000])
 
@@ -294,18 +292,3 @@ def _seconds(info: Any, tags: Mapping[str, str]) -> float | None:
         return float(tags[SECONDS])
     except (KeyError, ValueError):
         return float(info.end_time - info.start_time) / 1000
-
-
-def _reworded(text: str, old: str, new: str, otherwise: str) -> str:
-    """The text with `new` in place of `old`; as it is, if it says `new`; `otherwise` if it says neither."""
-    if (place := _place(text, old)) >= 0:
-        return text[:place] + new + text[place + len(old) :]
-    return text if _place(text, new) >= 0 else otherwise
-
-
-def _place(text: str, sentence: str) -> int:
-    """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
-    if (found := text.find(sentence)) >= 0:
-        return found
-    text = text.removesuffix(ELLIPSIS)
-    return next((place for place in range(len(text) - LEAST + 1) if sentence.startswith(text[place:])), -1)

@@ -21,6 +21,7 @@ __all__ = [
     "param_name",
     "pinned",
     "result_text",
+    "reworded",
 ]
 
 SECONDS = "seconds"  # tag: time spent on a run in all its processes; MLflow's own duration counts the gaps as well
@@ -37,6 +38,7 @@ MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
 MAX_NAME = 250
 MAX_RESULT = 250  # characters of the tag `result`, which the runs table shows
 ELLIPSIS = " …"
+_LEAST = 12  # characters by which a sentence is known that was cut off
 
 
 def result_text(text: str) -> str:
@@ -112,3 +114,18 @@ def pinned(*names: str) -> list[str]:
         except metadata.PackageNotFoundError:
             continue
     return pins
+
+
+def reworded(text: str, old: str, new: str, otherwise: str) -> str:
+    """The text with `new` in place of `old`; as it is, if it says `new`; `otherwise` if it says neither."""
+    if (place := _place(text, old)) >= 0:
+        return text[:place] + new + text[place + len(old) :]
+    return text if _place(text, new) >= 0 else otherwise
+
+
+def _place(text: str, sentence: str) -> int:
+    """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
+    if (found := text.find(sentence)) >= 0:
+        return found
+    text = text.removesuffix(ELLIPSIS)
+    return next((place for place in range(len(text) - _LEAST + 1) if sentence.startswith(text[place:])), -1)

@@ -76,6 +76,22 @@ def test_a_run_that_ended_says_how(tmp_path, end, status):
     assert run.stage("policy").seconds_left is None
 
 
+@pytest.mark.parametrize("damage", [{}, {"before": 3}, {"before": "", "now": "x"}, {"now": "x"}])
+def test_an_answer_stands_where_the_question_stood(tmp_path, damage):
+    home = make_run(tmp_path, status="FINISHED")
+    asked, parent = "version 2 waits for approval", home / "runs" / "2027-01-15-08-00-00"
+    write_lines(parent / ".tracking/events.jsonl", [{"op": "tags", "tags": {"result": f"policy 50%; {asked}"}}])
+    (home / "stages/sft/aaaa/summary.json").write_text(json.dumps({"note": asked}))
+    assert asked in run_of(tmp_path).result
+    answer = damage or {"before": asked, "now": "version 2 promoted by ada"}
+    (parent / "run.json").write_text(json.dumps({"answer": answer}))
+    run = run_of(tmp_path)
+    found = asked if damage else "version 2 promoted by ada"
+    assert run.result == f"policy 50%; {found}" and run.stage("sft").note == found
+    (parent / "run.json").write_text(json.dumps({"answer": [1]}))
+    assert asked in run_of(tmp_path).result
+
+
 def test_a_run_whose_process_is_gone_was_killed(tmp_path, dead_pid):
     make_run(tmp_path, pid=dead_pid)
     run = run_of(tmp_path)

@@ -138,7 +138,9 @@ def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     found = tracking.store.client.get_run(run_id).data.tags
     assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "approved"
     assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
-    assert json.loads(record.read_text()) == {"run_id": run_id, "status": "finished", "only": None}
+    answer_of_page = {"before": request.outcome, "now": done.outcome}
+    left = {"run_id": run_id, "status": "finished", "only": None, "answer": answer_of_page}
+    assert json.loads(record.read_text()) == left
 
 
 @pytest.mark.parametrize("written", [0, 1, 4])
