@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 import getpass
-import json
 import logging
 import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.storage.faults import fault
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
-from tasks.stage_registry import policy_stages
 from tasks.tracking.database import ensure_database
+from tasks.tracking.experiment_view import KEY as VIEW_KEY
+from tasks.tracking.experiment_view import TAG as VIEW_TAG
+from tasks.tracking.experiment_view import experiment_view, packed_view, shows_view
 from tasks.tracking.served_pages import served_page
 
 if TYPE_CHECKING:
@@ -55,12 +56,7 @@ _REFUSED = {
 }
 
 # What the experiment's page shows: runs and charts before prompts and judges, and how to read them.
-# What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
-# link's `viewStateShareKey`. Columns that no run has are left out by the page.
-VIEW = "posttrain"
-_RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
 _IDENTITY = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
-_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 _EXPERIMENT = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": """One run per pipeline, with one nested run per stage (unfold it with +).
@@ -77,25 +73,6 @@ Episodes that were played for evaluation are under Traces. Model versions are un
 passed the promotion gate last.
 """,
 }
-
-
-def _view() -> dict[str, Any]:
-    """The view of the table of runs; stages of the user's, once a config named them, have a column as well."""
-    success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
-    return {
-        "selectedColumns": [_RESULT, _CHANGED, *success, _SETTINGS],
-        "columnOrder": [_NAME, "attributes.`Created`", _RESULT, _CHANGED, *success, _SETTINGS],
-        "columnWidths": {_NAME: 240, _CHANGED: 260, _RESULT: 420, _SETTINGS: 640, **dict.fromkeys(success, 150)},
-    }
-
-
-def _shows(tag: str | None, view: Mapping[str, Any]) -> bool:
-    """True = a stored view has all columns of this one."""
-    try:
-        stored = json.loads(tag or "{}")
-        return set(view["selectedColumns"]) <= set(stored["selectedColumns"])
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 @functools.cache
@@ -232,7 +209,7 @@ class Store:
                 made = self.client.create_experiment(
                     self.experiment,
                     artifact_location=location,
-                    tags={_VIEW_TAG: json.dumps(_view()), **_EXPERIMENT, _IDENTITY: mark},
+                    tags={VIEW_TAG: packed_view(experiment_view()), **_EXPERIMENT, _IDENTITY: mark},
                 )
                 fault("store.experiment")
                 self._identity = mark
@@ -245,8 +222,9 @@ class Store:
         if found.lifecycle_stage == "deleted":
             log.warning("experiment '%s' was deleted in %s; it is restored", self.experiment, self.label)
             self.client.restore_experiment(found.experiment_id)
-        if not _shows(found.tags.get(_VIEW_TAG), view := _view()):  # made by an earlier version, or by hand
-            self.client.set_experiment_tag(found.experiment_id, _VIEW_TAG, json.dumps(view))
+        view = experiment_view()
+        if not shows_view(found.tags.get(VIEW_TAG), view):  # made by an earlier version, or by hand
+            self.client.set_experiment_tag(found.experiment_id, VIEW_TAG, packed_view(view))
         self._identity = found.tags.get(_IDENTITY, "")
         if not self._identity:
             self._identity = uuid.uuid4().hex
@@ -282,7 +260,7 @@ class Store:
     def runs_url(self) -> str:
         """The table of the experiment's runs, with the columns that tell how they ended."""
         page = f"experiments/{self.experiment_id}/runs"
-        return self.ui_url(f"{page}?viewStateShareKey={VIEW}&workflowType=machine_learning")
+        return self.ui_url(f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning")
 
     def version_url(self, name: str, version: int) -> str:
         """The page of a model version."""

@@ -13,6 +13,7 @@ from rl_core.errors import SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
+from tasks.tracking.experiment_view import experiment_view, shows_view, unpacked_view
 from tasks.tracking.journal import DeliveryCursor, cursor_path, events_path, progress_path
 from tasks.tracking.store import Store
 
@@ -293,7 +294,21 @@ def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output
     client.create_experiment("by hand")
     for url, experiment_id in ((tracking.runs_url(), tracking.experiment_id), (other.runs_url(), other.experiment_id)):
         assert f"/#/experiments/{experiment_id}/runs?viewStateShareKey=posttrain&" in url
-        view = json.loads(client.get_experiment(experiment_id).tags["mlflow.sharedViewState.posttrain"])
+        tag = client.get_experiment(experiment_id).tags["mlflow.sharedViewState.posttrain"]
+        view = unpacked_view(tag)
+        assert len(tag) < 5000 and shows_view(tag, view) and shows_view(json.dumps(view), view)
         assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
         assert set(view["selectedColumns"]) < set(view["columnOrder"])
         assert set(view["columnWidths"]) <= set(view["columnOrder"])
+        learning, names = view["compareRunSections"][1], [chart["displayName"] for chart in view["compareRunCharts"]]
+        assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} == {learning["uuid"]}
+        assert [name.replace(",", "").split()[0] for name in names] == [
+            "Success", "Success", "Reward", "KL", "KL", "Entropy", "Completion", "Loss:"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tag", [None, "", "{", "[]", "deflate;", "deflate;eJw", '{"selectedColumns": 3}', "deflate;%%"]
+)
+def test_a_view_that_cannot_be_read_is_none(tag):
+    assert not shows_view(tag, experiment_view())

@@ -1,0 +1,101 @@
+"""Page of the experiment in MLflow: columns of its table of runs, and its charts in the order in which people look.
+
+MLflow keeps a view that someone shares in a tag of the experiment, found by the link's `viewStateShareKey`. What a run
+does not have is left out by the page. All metrics have a chart in a section of their prefix as well: folded, with
+bookkeeping last. Written for the page of MLflow 3.17; another one that reads these fields no more shows its own order.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.stage_registry import policy_stages
+
+__all__ = ["KEY", "TAG", "experiment_view", "packed_view", "shows_view", "unpacked_view"]
+
+KEY = "posttrain"
+TAG = f"mlflow.sharedViewState.{KEY}"
+_PACKED = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
+
+_RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
+
+# Charts of what stages learn: the name for people, and the metrics in it.
+_CHARTS = {
+    "Success while training": ("train/success_rate",),
+    "Success on held-out episodes": ("eval/success_rate",),
+    "Reward": ("reward/mean",),
+    "KL to the starting model, nats per token": ("policy/ref_kl",),
+    "KL of one update, nats per token": ("policy/update_kl",),
+    "Entropy, nats per token": ("policy/entropy",),
+    "Completion, tokens": ("train/completion_tokens",),
+    "Loss: SFT, reward model, preferences": ("train/loss", "eval/loss"),
+}
+_RESULTS = "success_rate"  # of a pipeline's run
+_LEARNING = "Learning (of stages: unfold a run with +)"
+_FOLDED = (
+    "reward", "reward/task", "reward/learned", "eval", "policy", "value", "tool", "train", "perf", "curriculum",
+    "curriculum/average", "data", "pipeline", "seconds", "Model metrics", "System metrics",
+)  # fmt: skip
+
+
+def experiment_view() -> dict[str, Any]:
+    """The view; stages of the user's, once a config named them, have a column as well."""
+    success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
+    sections = [
+        {"uuid": _section_id(name), "name": name, "display": name not in _FOLDED, "isReordered": name == _LEARNING}
+        for name in (_RESULTS, _LEARNING, *_FOLDED)
+    ]
+    return {
+        "selectedColumns": [_RESULT, _CHANGED, *success, _SETTINGS],
+        "columnOrder": [_NAME, "attributes.`Created`", _RESULT, _CHANGED, *success, _SETTINGS],
+        "columnWidths": {_NAME: 240, _CHANGED: 260, _RESULT: 420, _SETTINGS: 640, **dict.fromkeys(success, 150)},
+        "compareRunSections": sections,
+        "compareRunCharts": [_line_chart(name, list(metrics)) for name, metrics in _CHARTS.items()],
+        "isAccordionReordered": True,  # else the page sorts sections by name
+        "hideEmptyCharts": True,
+    }
+
+
+def _section_id(name: str) -> str:
+    return f"{KEY}-{re.sub(r'[^a-z]+', '-', name.lower())}"
+
+
+def _line_chart(name: str, metrics: list[str]) -> dict[str, Any]:
+    """A card of the page that draws these metrics of each run over steps."""
+    return {
+        "uuid": _section_id(name), "type": "LINE", "runsCountToCompare": 10, "metricSectionId": _section_id(_LEARNING),
+        "deleted": False, "isGenerated": False, "displayName": name, "metricKey": metrics[0],
+        "selectedMetricKeys": metrics, "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "linear",
+        "range": {}, "xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [],
+        "ignoreOutliers": False, "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
+    }  # fmt: skip
+
+
+def packed_view(view: Mapping[str, Any]) -> str:
+    """A view as the tag's value."""
+    return _PACKED + base64.b64encode(zlib.compress(json.dumps(view).encode(), 9)).decode()
+
+
+def unpacked_view(tag: str) -> Any:
+    """The view of a tag's value, packed or not. Raises: ValueError where it is none."""
+    if not tag.startswith(_PACKED):
+        return json.loads(tag)
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(tag.removeprefix(_PACKED))))
+    except zlib.error as error:
+        raise ValueError(f"not a packed view: {error}") from error
+
+
+def shows_view(tag: str | None, view: Mapping[str, Any]) -> bool:
+    """True = a stored view has all columns and charts of this one."""
+    try:
+        stored = unpacked_view(tag or "{}")
+        charts = [{chart["uuid"] for chart in found["compareRunCharts"]} for found in (view, stored)]
+        return set(view["selectedColumns"]) <= set(stored["selectedColumns"]) and charts[0] <= charts[1]
+    except (ValueError, KeyError, TypeError):
+        return False
