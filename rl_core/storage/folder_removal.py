@@ -15,9 +15,9 @@ from rl_core.errors import CheckpointError
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import is_ours, owner_of_temporary, refused, sync
 
-__all__ = ["clear_leftovers", "delete", "move_folder", "remove_folder", "set_aside"]
+__all__ = ["TRASH", "clear_leftovers", "delete", "move_folder", "remove_folder", "set_aside"]
 
-_TRASH = ".trash-"
+TRASH = ".trash-"  # begins the name of a folder that is being removed
 
 
 def _free_name(path: Path) -> Path:
@@ -60,7 +60,7 @@ def remove_folder(path: Path | str) -> None:
     One that is not there is fine. Raises: CheckpointError where the disk refuses.
     """
     path = Path(path)
-    trash = _free_name(path.with_name(f"{_TRASH}{path.name}-{os.getpid()}"))
+    trash = _free_name(path.with_name(f"{TRASH}{path.name}-{os.getpid()}"))
     try:
         os.rename(path, trash)
         sync(path.parent)
@@ -84,7 +84,7 @@ def _alive(pid: int) -> bool:
 
 
 def _is_leftover(path: Path, locked: bool) -> bool:
-    if path.name.startswith(_TRASH):
+    if path.name.startswith(TRASH):
         return True
     owner = owner_of_temporary(path.name)
     if owner is None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.token_cache import entries_without_source
+from rl_core.storage.folder_removal import TRASH
 from rl_core.storage.manifest import read_manifest
 from tasks.lifecycle.dead_runs import RunRecord
 from tasks.retention.graph import KEY, RetentionGraph
 from tasks.stages.part_tokens import CACHE
 from tasks.tracking import Tracking
-from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of
+from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of, unfinished_removals
 
 __all__ = ["Removal", "RetentionPlan", "make_plan"]
 
@@ -35,7 +36,7 @@ class RetentionPlan:
     """Removals, and the bytes that they free."""
 
     items: list[Removal] = field(default_factory=list)
-    paths: list[Path] = field(default_factory=list)  # files and folders of the pipeline's folder
+    paths: list[Path] = field(default_factory=list)  # of the pipeline's folder; artifacts whose removal was cut off
     runs: list[StoredRun] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     models: list[StoredModel] = field(default_factory=list)
@@ -139,6 +140,8 @@ class _Planner:
         for found in models.values():
             for model in found:
                 self._add("logged model", model.model_id, model.folder, own=False)
+        for path in unfinished_removals(self.tracking.store, experiments):
+            self._add("set aside", path.name, path)
 
     def _stages(self) -> None:
         graph = self.graph
@@ -149,7 +152,7 @@ class _Planner:
             key, _, kind = path.name.partition(".")
             if path.is_symlink():
                 continue
-            if path.name.startswith(".trash-") or kind.startswith("corrupt-"):
+            if path.name.startswith(TRASH) or kind.startswith("corrupt-"):
                 self._add("set aside", f"{path.parent.name} {path.name}", path)
             elif not KEY.fullmatch(key) or key in live:
                 continue

@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
-from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folder_removal import TRASH, remove_folder
 from tasks.tracking.store import Store
 
-__all__ = ["StoredRun", "StoredModel", "remove_from_store", "stored_models", "stored_runs", "traces_of"]
+__all__ = [
+    "StoredModel",
+    "StoredRun",
+    "remove_from_store",
+    "stored_models",
+    "stored_runs",
+    "traces_of",
+    "unfinished_removals",
+]
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +107,21 @@ def stored_models(store: Store, experiments: Collection[str]) -> list[StoredMode
             token = page.token
             if not token:
                 break
+    return found
+
+
+def unfinished_removals(store: Store, experiments: Collection[str]) -> list[Path]:
+    """Artifact folders of these experiments, on this machine, whose removal a kill has cut off."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    found: list[Path] = []
+    for experiment in sorted(experiments):
+        with store.answers("read an experiment"):
+            uri = store.client.get_experiment(experiment).artifact_location
+        if not uri or ("://" in uri and not uri.startswith("file://")):
+            continue
+        for place in (root := Path(local_file_uri_to_path(uri)), root / "models"):
+            found += [path for path in sorted(place.glob(f"{TRASH}*")) if path.is_dir() and not path.is_symlink()]
     return found
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -210,8 +212,6 @@ def test_what_was_only_looked_at_does_not_stay(pipeline):
 
 
 def test_unknown_inputs_keep_everything(pipeline):
-    import shutil
-
     pipeline.run(("sft", "a", {}))
     run = pipeline.run(("policy", "b", {}))
     pipeline.run(("policy", "c", {}))
@@ -309,6 +309,7 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
         artifacts[stored.run_id] = folder
+    places = (pipeline.home, folder.parents[1])  # the pipeline's folder, and the store's artifacts
     gone = {runs[3], *pipeline.children(runs[3]).values()}
     left = 0  # removals until the kill
 
@@ -326,18 +327,21 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
         monkeypatch.setattr(MlflowClient, name, until_killed(getattr(MlflowClient, name)))
     for module in (removal, gc):
         monkeypatch.setattr(module, "remove_folder", until_killed(remove_folder))
-    kills = 0
+    monkeypatch.setattr(shutil, "rmtree", until_killed(shutil.rmtree))  # a folder that is renamed, and stays
+    kills, cut_off, steps = 0, [], random.Random(0)
     while True:
-        left = 1
+        left = steps.randint(1, 3)
         try:
             gc.collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
             break
         except Killed:
             kills += 1
-    assert kills >= 5
+            cut_off += [path for place in places for path in place.rglob(".trash-*")]
+    assert kills >= 5 and any(places[1] in path.parents for path in cut_off)
     assert {run_id for run_id, folder in artifacts.items() if not folder.exists()} == gone and not model.exists()
     assert not (pipeline.home / "stages" / key("policy", "d")).exists()
     assert gone.isdisjoint(row.run_id for row in pipeline.tracking.list_runs())
+    assert not [path for place in places for path in place.rglob(".trash-*")]
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
