@@ -20,6 +20,7 @@ __all__ = [
     "METRICS_HISTORY",
     "RECENT_ROLLOUTS",
     "REVIEW",
+    "STAGE_LOG",
     "StageResult",
     "content_digest",
     "journal_of",
@@ -36,12 +37,14 @@ FAILED_EPISODES = (
     "failed_episodes.jsonl"  # the first ones of a stage, kept as well when it fails; tracebacks hold paths
 )
 
+STAGE_LOG = "stage.log"  # for people: what the stage said, with times
+
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
 # Files that hold timings or paths of this machine, or what a resumed run has less of: they are part of a stage's folder
 # but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
 # run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES})
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES, STAGE_LOG})
 
 
 @dataclass(frozen=True)

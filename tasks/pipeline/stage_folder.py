@@ -17,6 +17,7 @@ from tasks.config import resolve
 from tasks.pipeline.conditions import CONDITIONS, read_conditions
 from tasks.pipeline.drift import ASIDE
 from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, content_digest, journal_of
+from tasks.pipeline.stage_log import copy_log
 from tasks.pipeline.threads import THREADS
 from tasks.processes.launch import WORKERS
 
@@ -56,6 +57,7 @@ def seal(stage: KeyedStage) -> str:
     """
     for path in _grown(stage):
         copy_intact(path, stage.folder / path.name)
+    copy_log(stage.journal, stage.folder)
     fault("stage.copied")
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now

@@ -97,10 +97,10 @@ def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
 def test_timings_are_no_content():
     def digest(**changes):
         files = {"model/w": "1", "summary.json": "2", "metrics.jsonl": "3", "metrics_history.json": "4",
-                 "recent_rollouts.jsonl": "5", **changes}  # fmt: skip
+                 "recent_rollouts.jsonl": "5", "stage.log": "6", **changes}  # fmt: skip
         return content_digest({"files": {name: {"sha256": value} for name, value in files.items()}})
 
-    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl")
+    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "stage.log")
     assert {digest(**{name: "x"}) for name in timed} == {digest()}
     assert digest(**{"model/w": "x"}) != digest() != digest(**{"trajectories_policy.jsonl": "x"})
 
@@ -182,7 +182,9 @@ def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
     assert (result.path / "metrics.jsonl").read_bytes() == lines[1] + lines[3]
     assert result.summary["damaged_lines"] == {"metrics.jsonl": 2, "rewards.jsonl": 1}
     assert pipeline_run.trackers[0].tags["damaged_lines"] == "metrics.jsonl: 2, rewards.jsonl: 1"
-    assert sorted(path.name for path in result.path.iterdir())[1:] == ["metrics.jsonl", "rewards.jsonl", "summary.json"]
+    assert sorted(path.name for path in result.path.iterdir())[1:] == [
+        "metrics.jsonl", "rewards.jsonl", "stage.log", "summary.json",
+    ]  # fmt: skip
 
 
 def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
