@@ -1,7 +1,7 @@
 """RunComparison of two runs of one pipeline, file by file, in the order of the stages.
 
-Left out are timings, names of runs, logs, and files for people who look on (recent rollouts), of which a resumed run has
-fewer.
+Left out are timings, names of runs, logs, and files for people who look on (recent rollouts), of which a resumed run
+has fewer.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from rl_core.storage.manifest import read_verified, verify_folder
 from tasks.tracking.journal import DeliveryCursor
 
 __all__ = [
+    "EPOCH_MODELS",
     "FAILED_EPISODES",
     "METRICS_HISTORY",
     "RECENT_ROLLOUTS",
@@ -38,6 +39,8 @@ FAILED_EPISODES = (
 )
 
 STAGE_LOG = "stage.log"  # for people: what the stage said, with times
+
+EPOCH_MODELS = "epochs"  # folder of the models of epochs, where some are kept; beside the stage's result, no part of it
 
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
@@ -74,7 +77,9 @@ class StageResult:
 def content_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 over names and digests of a finished folder's files, those that hold timings left out."""
     lines = [
-        f"{name} {entry['sha256']}" for name, entry in sorted(manifest["files"].items()) if name not in TIMED_FILES
+        f"{name} {entry['sha256']}"
+        for name, entry in sorted(manifest["files"].items())
+        if name not in TIMED_FILES and not name.startswith(f"{EPOCH_MODELS}/")
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -42,7 +42,15 @@ from tasks.pipeline.key import input_digest, stage_key, stage_key_parts, stage_s
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, STAGE_LOG, StageResult, load_finished
 from tasks.pipeline.stage_context import StageContext
-from tasks.pipeline.stage_folder import REWARD_RECORD, KeyedStage, damaged_lines, discard, keep_checkpoints, seal
+from tasks.pipeline.stage_folder import (
+    REWARD_RECORD,
+    KeyedStage,
+    damaged_lines,
+    discard,
+    keep_checkpoints,
+    kept_epochs,
+    seal,
+)
 from tasks.pipeline.stage_log import StageLog
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import recover_events, run_in_workers
@@ -206,6 +214,8 @@ def _compute(
         if is_registered and (stage.folder / "model").is_dir():
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
+        if epochs := kept_epochs(stage.folder):
+            summary["epochs"] = epochs
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(tracker.seconds, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}

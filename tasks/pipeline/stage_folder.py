@@ -10,18 +10,25 @@ from typing import Any
 
 from rl_core.storage.checked_lines import copy_intact, read_checked
 from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
 from rl_core.storage.folders import seal_folder
 from rl_core.storage.single_files import make_folder
 from tasks.config import resolve
 from tasks.pipeline.conditions import CONDITIONS, read_conditions
 from tasks.pipeline.drift import ASIDE
-from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, content_digest, journal_of
+from tasks.pipeline.result import (
+    EPOCH_MODELS,
+    FAILED_EPISODES,
+    RECENT_ROLLOUTS,
+    StageResult,
+    content_digest,
+    journal_of,
+)
 from tasks.pipeline.stage_log import copy_log
 from tasks.pipeline.threads import THREADS
 from tasks.processes.launch import WORKERS
 
-__all__ = ["REWARD_RECORD", "KeyedStage", "damaged_lines", "discard", "keep_checkpoints", "seal"]
+__all__ = ["REWARD_RECORD", "KeyedStage", "damaged_lines", "discard", "keep_checkpoints", "kept_epochs", "seal"]
 
 REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
@@ -85,12 +92,19 @@ def damaged_lines(stage: KeyedStage) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def kept_epochs(folder: Path) -> list[int]:
+    """Epochs whose models lie in a stage's folder, ascending."""
+    paths = (folder / EPOCH_MODELS).glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())
+
+
 def keep_checkpoints(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     make_folder(folder)
     kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE, RECENT_ROLLOUTS}  # the last: nothing may be played any more
+        kept |= {THREADS, CONDITIONS, ASIDE, EPOCH_MODELS, RECENT_ROLLOUTS}  # the last: nothing may be played any more
+        clear_leftovers(folder / EPOCH_MODELS, locked=True)
     for path in folder.iterdir():
         if path.name in kept:
             continue
