@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("data.rows", "one part of the split rows is written"),
         ("model.saved", "a model and its tokenizer are written into the open folder"),
         ("pairs.made", "preference pairs are read or sampled"),
+        ("records.logged", "one of a stage's records is in its journal, as artifact and data set"),
         ("references.scored", "log-probabilities under the reference are computed, not kept"),
         ("rollouts.played", "the rollouts of some episodes are collected"),
         ("rewards.scored", "an iteration's rollouts have their rewards"),

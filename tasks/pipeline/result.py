@@ -19,6 +19,7 @@ __all__ = [
     "EPOCH_MODELS",
     "FAILED_EPISODES",
     "METRICS_HISTORY",
+    "PAIRS",
     "RECENT_ROLLOUTS",
     "REVIEW",
     "STAGE_LOG",
@@ -42,12 +43,16 @@ STAGE_LOG = "stage.log"  # for people: what the stage said, with times
 
 EPOCH_MODELS = "epochs"  # folder of the models of epochs, where some are kept; beside the stage's result, no part of it
 
+PAIRS = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # that a stage made from rollouts, as texts, for people
+
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings or paths of this machine, or what a resumed run has less of: they are part of a stage's folder
+# Files that hold timings or paths of this machine, or what a resumed run has less of, or are for people alone: they are part of a stage's folder
 # but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
 # run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES, STAGE_LOG})
+TIMED_FILES = frozenset(
+    {"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES, STAGE_LOG, *PAIRS}
+)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ from tasks.pipeline.stage_folder import (
     seal,
 )
 from tasks.pipeline.stage_log import StageLog
+from tasks.pipeline.stage_records import log_records
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import recover_events, run_in_workers
 from tasks.stage_registry import entry
@@ -222,6 +223,10 @@ def _compute(
         if damaged := damaged_lines(stage):
             summary["damaged_lines"] = damaged
             tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
+        log_records(
+            tracker, stage.folder, stage.final, stage.name,
+            max_megabytes=pipeline_run.settings.tracking.records_megabytes,
+        )  # fmt: skip
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
             tracker.set_tag("result", result_text(str(summary["note"])))

@@ -17,10 +17,17 @@ class Tracker:
     run_id, seconds = "r", 1.5
 
     def __init__(self):
+        self.artifacts, self.datasets = [], []
         self.closed, self.tags, self.metrics, self.texts, self.on_progress = [], {}, [], {}, []
 
     def log_dict(self, value, name):
         pass
+
+    def log_artifact(self, path, folder=""):
+        self.artifacts.append((folder, path.name))
+
+    def log_dataset(self, path, digest, name, context="training", *, profile=None):
+        self.datasets.append((path, digest, name, context, profile))
 
     def log_text(self, text, name):
         self.texts[name] = text
