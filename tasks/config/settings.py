@@ -82,8 +82,8 @@ class TrackingSettings(Settings):
         50.0,
         ge=0,
         le=1e6,
-        doc="largest file (MB) of reward records, metric history or preference pairs made from rollouts that becomes an "
-        "artifact of its stage's run; each becomes a data set of it in any case",
+        doc="largest file (MB) of reward records, metric history or pairs made from rollouts that becomes an artifact "
+        "of its stage's run; each becomes a data set of it in any case",
     )
     sinks: tuple[str, ...] = setting((), doc=SINKS_DOC)
     alerts: dict[str, str] = setting({}, doc=ALERTS_DOC)

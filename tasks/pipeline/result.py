@@ -47,9 +47,9 @@ PAIRS = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # that a stage made from r
 
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings or paths of this machine, or what a resumed run has less of, or are for people alone: they are part of a stage's folder
-# but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
-# run again.
+# Files that hold timings or paths of this machine, or what a resumed run has less of, or that are for people alone:
+# part of a stage's folder but not of its content digest, so that a stage that was run again to the same result does not
+# make the ones after it run again.
 TIMED_FILES = frozenset(
     {"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES, STAGE_LOG, *PAIRS}
 )
