@@ -115,9 +115,9 @@ class RewardSettings(Settings):
     )
     cache: tuple[str, ...] = setting(
         (),
-        doc="user functions, by the names that they have in `rewards`, whose values are kept and not computed again, "
-        "as you declare them pure: a value follows from the sample's own texts, tools, outcome and row alone. It is kept "
-        "in memory and in checkpoints",
+        doc="user functions, by the names that they have in `rewards`, whose values are kept, not computed again, "
+        "as you declare them pure: a value follows from the sample's own texts, tools, outcome and row alone. They are "
+        "kept in memory and in checkpoints",
     )
     cache_entries: int = setting(
         100_000, ge=1, le=10_000_000, doc="values kept of each, 24 bytes a value; the oldest go"
