@@ -69,7 +69,7 @@ class LoopSettings(Settings):
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
     history_seconds: float = setting(
-        5.0, ge=0, le=1e6, doc="seconds between two exports of metrics_history.json while training, at least"
+        5.0, ge=0, le=1e6, doc="seconds between two lines appended to metrics_history.jsonl while training, at least"
     )
     history_window: int = setting(10, ge=2, le=1000, doc="observations behind the means and slopes in that file")
     launch: LaunchSettings = setting(LaunchSettings(), doc="process launch; not part of the stage's key")

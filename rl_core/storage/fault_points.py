@@ -76,6 +76,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("loop.stepped", "after it, before its metrics are logged"),
         ("loop.logged", "after the metrics are logged"),
         ("loop.evaluated", "an evaluation is logged"),
+        ("history.appended", "a line of the metric history's export is appended, unsynced"),
         ("epoch.kept", "the model of an epoch is published, an older one not removed"),
         ("loop.saved", "a checkpoint is saved"),
         ("loop.finished", "after the last checkpoint, before the best model is restored"),

@@ -89,8 +89,8 @@ def run_loop(
         allow_drift: resume although the fingerprint differs (True), or differs in these dotted keys alone; logged as a
             warning and as the tag `drift.fingerprint`.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
-        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
-            seconds at most while training, and at the end.
+        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), written at the end;
+            while training, lines are appended to one beside it (see `training.history_log`).
         callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
         after_iteration: called in every process with the number of iterations done, after each one and its evaluation
             and before its checkpoint; what it writes is written again where a run was killed in between.
@@ -168,7 +168,7 @@ class _Loop:
             self._evaluate()
         if self.settings.checkpoint_every:
             self.checkpoints.save()
-        self.metrics.export()
+        self.metrics.export(is_last=True)
         fault("loop.finished")
         self._leave_best()
         fault("loop.left")

@@ -18,6 +18,7 @@ from tasks.tracking.journal import DeliveryCursor
 __all__ = [
     "EPOCH_MODELS",
     "FAILED_EPISODES",
+    "HISTORY_LINES",
     "METRICS_HISTORY",
     "PAIRS",
     "RECENT_ROLLOUTS",
@@ -31,7 +32,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
+METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric, written when a stage ends
+HISTORY_LINES = "metrics_history.jsonl"  # the same while it trains, a line an export
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
@@ -51,7 +53,16 @@ REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 # part of a stage's folder but not of its content digest, so that a stage that was run again to the same result does not
 # make the ones after it run again.
 TIMED_FILES = frozenset(
-    {"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES, STAGE_LOG, *PAIRS}
+    {
+        "summary.json",
+        "metrics.jsonl",
+        METRICS_HISTORY,
+        HISTORY_LINES,
+        RECENT_ROLLOUTS,
+        FAILED_EPISODES,
+        STAGE_LOG,
+        *PAIRS,
+    }
 )
 
 

@@ -2,7 +2,7 @@
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
-                          (after training also metrics_history.json, which is replaced every few seconds meanwhile),
+                          (after training also metrics_history.json; metrics_history.jsonl grows meanwhile),
                           stage.log: what the stage said
         <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json and
                           conditions.json beside

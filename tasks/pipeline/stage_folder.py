@@ -19,6 +19,7 @@ from tasks.pipeline.drift import ASIDE
 from tasks.pipeline.result import (
     EPOCH_MODELS,
     FAILED_EPISODES,
+    HISTORY_LINES,
     RECENT_ROLLOUTS,
     StageResult,
     content_digest,
@@ -81,7 +82,7 @@ def seal(stage: KeyedStage) -> str:
 
 def _grown(stage: KeyedStage) -> list[Path]:
     """Files of lines that were written all along the run, and may have been damaged since."""
-    names = REWARD_RECORD, FAILED_EPISODES
+    names = REWARD_RECORD, FAILED_EPISODES, HISTORY_LINES
     paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
     return [path for path in paths if path.is_file()]
 
@@ -103,7 +104,8 @@ def keep_checkpoints(folder: Path) -> None:
     make_folder(folder)
     kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE, EPOCH_MODELS, RECENT_ROLLOUTS}  # the last: nothing may be played any more
+        kept |= {THREADS, CONDITIONS, ASIDE, EPOCH_MODELS, HISTORY_LINES}
+        kept |= {RECENT_ROLLOUTS}  # nothing may be played any more
         clear_leftovers(folder / EPOCH_MODELS, locked=True)
     for path in folder.iterdir():
         if path.name in kept:

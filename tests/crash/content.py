@@ -24,6 +24,7 @@ MAY_DIFFER = {
     "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
     "lock files": "the process that held the lock last and was killed; whether it is held is looked at",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
+    "metrics_history.jsonl": "lines of the moments at which the history of metrics was exported",
     "stage.log": "what a stage said, with times",
 }
 
@@ -34,7 +35,7 @@ TIMED_TAGS = re.compile(
     r"|mlflow\.user|seconds|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
 )
 DATABASE = Path("mlflow", "mlflow.db")
-NOTES = ("recent_rollouts.jsonl", "decisions.jsonl", "stage.log")
+NOTES = ("metrics_history.jsonl", "recent_rollouts.jsonl", "decisions.jsonl", "stage.log")
 TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
 LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
 STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
@@ -99,8 +100,8 @@ def _without_times(value: Any, file: str) -> Any:
 
 
 _TIMED_FILES = {
-    "summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "report.html", "evaluation.json",
-    "analysis.json", "analysis.csv", "review.md", "stage.log", "review/report.html",
+    "summary.json", "metrics.jsonl", "metrics_history.json", "metrics_history.jsonl", "recent_rollouts.jsonl",
+    "report.html", "evaluation.json", "analysis.json", "analysis.csv", "review.md", "stage.log", "review/report.html",
 }  # fmt: skip
 
 
