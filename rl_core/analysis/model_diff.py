@@ -19,7 +19,7 @@ __all__ = ["Behaviour", "ModelDiff", "PartedEpisode", "diff_models"]
 
 @dataclass
 class Behaviour:
-    """What a model does in its episodes, per episode or per turn."""
+    """Conduct of a model in its episodes, per episode or per turn."""
 
     turns: float = 0.0  # mean per episode
     tool_calls: float = 0.0  # mean per episode
@@ -109,7 +109,7 @@ def diff_models(
 
 
 def _add(index: EpisodeIndex, model: int, path: Path) -> Behaviour:
-    """Put a file's trajectories into the index; returns what their model does in them."""
+    """Put a file's trajectories into the index; returns their model's behaviour."""
     sums: Counter[str] = Counter()
     tools: Counter[str] = Counter()
     for offset, trajectory in read_with_offsets(path):
@@ -139,7 +139,7 @@ def _count(sums: Counter[str], tools: Counter[str], trajectory: Trajectory) -> N
 
 
 def _parted(paths: Sequence[Path], episode: EpisodeRef) -> PartedEpisode:
-    """Where the first samples of an episode part."""
+    """An episode with the turn at which its first samples part."""
     one, other = (read_trajectory_at(path, offset) for path, offset in zip(paths, episode.offsets, strict=True))
     turn = turning_point(one, other)
 

@@ -86,7 +86,7 @@ class Signature:
         return self.is_trl and (self.takes_all or "completion_ids" in self.passed)
 
     def way_of_calling(self, rollouts: Sequence[Rollout]) -> tuple[list[str], bool]:
-        """What a batch decides about the call: the columns of its rows, and if prompts and completions are messages."""
+        """The batch's part in the call: columns of its rows; True = prompts and completions are messages."""
         rows = [rollout.trajectory.row for rollout in rollouts]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         return columns, all(isinstance(row.get("prompt"), list) for row in rows)

@@ -56,7 +56,7 @@ def examine(
 
 
 class TrainingCheck:
-    """When to check, what was found last, and if it ends the training."""
+    """Schedule of the checks, and the end of training that one of them may ask for."""
 
     def __init__(self, settings: ThoughtsSettings, num_heldout: int) -> None:
         """Raises: SettingsError where checks are asked for and there are no held-out episodes."""
@@ -85,7 +85,7 @@ class TrainingCheck:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State that a resumed run needs."""
         return {"finished": self.finished}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ class KeptEpochs:
         optimizer_step: OptimizerStep,
         save: Callable[[Path], None],
     ) -> None:
-        """Where and how often.
+        """Open the folder.
 
         Args:
             keep: newest epochs whose models stay.

@@ -18,7 +18,7 @@ from tasks.tracking import Tracking, run_tracker
 
 
 def leave(folder, seconds=0.5):
-    """What a stage leaves."""
+    """Write the records of a stage."""
     (folder / "rewards.jsonl").unlink(missing_ok=True)
     append_bytes(folder / "rewards.jsonl", b"".join(sealed({"iteration": n, "reward": n / 2}) for n in range(3)))
     write_text_atomic(folder / "pairs_train.jsonl", '{"prompt_text": "p"}\n' * 2)
