@@ -37,6 +37,7 @@ from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_artifacts import figure, publish_page
 from tasks.pipeline.prefect_task import stage_task
+from tasks.pipeline.result import STAGE_LOG
 from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.tracking.served_pages import served_page
@@ -214,6 +215,7 @@ def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
     cost = pipeline_run.tracking.cost
     facts: dict[str, Any] = {
         "output": str(pipeline_run.home),
+        "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.runs_url(),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,

@@ -17,7 +17,7 @@ from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation
 from tasks.pipeline.run_options import OnDrift
 from tasks.stage_registry import entry, names, policy_stages, result_stages
 
-__all__ = ["analyze_models", "compare_models", "evaluate_model", "run_stage", "single_stage"]
+__all__ = ["analyze_models", "compare_models", "evaluate_model", "evaluate_models", "run_stage", "single_stage"]
 
 
 def _run_name() -> str:
@@ -127,10 +127,18 @@ def evaluate_model(
     Args:
         model: folder, hub name or registered model. name: the model's, in results and files.
     """
-    evaluation = evaluation_settings(settings)
-    stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation)
-    start = dataclasses.replace(settings.model, path=model)
-    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models={name: model}, quiet=quiet)
+    return evaluate_models(settings, {name: model}, quiet=quiet)
+
+
+def evaluate_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
+    """Evaluate several models on the config's held-out episodes.
+
+    Args:
+        models: name -> folder, hub name or registered model.
+    """
+    stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation_settings(settings))
+    start = dataclasses.replace(settings.model, path=next(iter(models.values())))
+    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet)
 
 
 def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:

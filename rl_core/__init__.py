@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         iter_metrics,
         iter_rewards,
         read_analysis,
+        read_history,
         read_metrics,
         read_rewards,
         read_trajectories,
@@ -243,6 +244,7 @@ __all__ = [
     "policy_gradient",
     "ppo",
     "read_analysis",
+    "read_history",
     "read_metrics",
     "read_rewards",
     "read_trajectories",
@@ -285,7 +287,8 @@ _HOME = {
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.readers": (
-        "iter_metrics iter_rewards read_analysis read_metrics read_rewards read_trajectories trajectory_frame"
+        "iter_metrics iter_rewards read_analysis read_history read_metrics read_rewards read_trajectories "
+        "trajectory_frame"
     ),
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (

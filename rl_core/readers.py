@@ -26,6 +26,7 @@ __all__ = [
     "iter_rewards",
     "metrics_frame",
     "read_analysis",
+    "read_history",
     "read_metrics",
     "read_rewards",
     "read_trajectories",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 METRICS, REWARDS, RECENT, ANALYSIS = "metrics.jsonl", "rewards.jsonl", "recent_rollouts.jsonl", "analysis.csv"
+HISTORY = "metrics_history.jsonl"
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
@@ -68,6 +70,32 @@ def read_analysis(run: str | Path) -> pd.DataFrame:
     if list(frame.columns) != ["model", "group", "name", "metric", "value", "low", "high", "n"]:
         raise DataError(f"{path}: is no analysis.csv")
     return frame
+
+
+def read_history(run: str | Path) -> dict[str, Any]:
+    """The newest values of every metric, as a dashboard shows them, while training as well as after it.
+
+    Returns: {"window": 10, "summary": {name: {last, mean, slope, p10, p50, p90, is_full}}, "metrics": {name: [[step,
+    value], ...]}}; the summary is that of the newest export. A torn last line is passed over, a damaged one left out.
+    Raises: DataError where there is no such file.
+    """
+    path = Path(run)
+    lines = path / HISTORY if path.is_dir() else path
+    if lines.suffix != ".jsonl" or not lines.is_file():
+        whole = _file(run, HISTORY.removesuffix("l"))
+        try:
+            told: dict[str, Any] = json.loads(whole.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{whole}: is not JSON ({error})") from None
+        return told
+    found: dict[str, Any] = {"window": 0, "summary": {}, "metrics": {}}
+    for number, row in _json_lines(lines):
+        if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("summary"), dict):
+            raise DataError(f"{lines}:{number}: is no export of metrics")
+        found |= {"window": row.get("window", 0), "summary": row["summary"]}
+        for name, points in row["metrics"].items():
+            found["metrics"].setdefault(name, []).extend(points)
+    return found
 
 
 def read_trajectories(run: str | Path, *, turns: bool = False) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Parsers of the commands that look at several runs: sweep, runs, compare. Standard library only."""
+"""Parsers of the commands that look at several runs: sweep, runs, compare, diff. Standard library only."""
 
 from __future__ import annotations
 
@@ -109,8 +109,34 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER")
 
 
+def _add_diff(commands: Any) -> None:
+    """`posttrain diff`."""
+    examples = [
+        "diff sft policy --config demo",
+        "diff models:/demo@champion path/to/model --config demo --set stages.evaluate.episodes=1000",
+        "diff sft/epochs/1 sft/epochs/3 -c demo --format json",
+    ]
+    about = "two models on the same held-out episodes: what got better and worse, and where they part"
+    parser = add_command(commands, "diff", about, examples)
+    names = "model folder, hub name, models:/NAME@ALIAS, or a stage of the pipeline: STAGE, STAGE/KEY, .../epochs/N"
+    parser.add_argument("first", metavar="MODEL", help=names)
+    parser.add_argument("second", metavar="MODEL", help="the one that is compared with it")
+    add_config_or_output(parser)
+    parser.add_argument(
+        "--episodes", type=positive, default=5, metavar="N", help="episodes to tell, of lost and won ones (default: 5)"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    _add_json(parser)
+    add_quiet(parser)
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
-PARSERS: dict[str, Callable[[Any], None]] = {"sweep": _add_sweep, "runs": _add_runs, "compare": _add_compare}
+PARSERS: dict[str, Callable[[Any], None]] = {
+    "sweep": _add_sweep,
+    "runs": _add_runs,
+    "compare": _add_compare,
+    "diff": _add_diff,
+}

@@ -15,7 +15,7 @@ __all__ = ["GROUPS", "ORDER", "OverviewParser", "first_commands"]
 GROUPS: dict[str, tuple[str, ...]] = {
     "prepare": ("init", "convert", "data", "validate"),
     "train": ("run", "stage", "resume", "sweep", "retrain", "online"),
-    "look": ("runs", "why", "compare", "monitor", "ui", "profile"),
+    "look": ("runs", "why", "compare", "diff", "monitor", "ui", "profile"),
     "judge": ("evaluate", "analyze", "replay", "promote", "approve", "prefer"),
     "serve": ("serve", "service"),
     "operate": ("up", "down", "status", "sync", "gc", "doctor", "verify-resume", "completion"),

@@ -38,7 +38,7 @@ from flows.cli.pipeline_commands import (
     why,
 )  # fmt: skip
 from flows.cli.prefer_command import prefer
-from flows.cli.review_commands import analyze, approve, compare, evaluate, gc, promote, replay, runs, sync
+from flows.cli.review_commands import analyze, approve, compare, diff, evaluate, gc, promote, replay, runs, sync
 from flows.cli.serve_command import serve
 from flows.cli.service_commands import completion, doctor, down, monitor, status, ui, up
 from flows.cli.training_service import service
@@ -171,8 +171,8 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 
 _ALL = (
-    init, convert, data, validate, run, stage, resume, sweep, retrain, online, runs, why, compare, monitor, ui, profile,
-    evaluate, analyze, replay, promote, approve, prefer, serve, service, up, down, status, sync, gc, doctor,
+    init, convert, data, validate, run, stage, resume, sweep, retrain, online, runs, why, compare, diff, monitor, ui,
+    profile, evaluate, analyze, replay, promote, approve, prefer, serve, service, up, down, status, sync, gc, doctor,
     verify_resume, completion,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError
+from tasks.pipeline.result import EPOCH_MODELS
 
 __all__ = ["given_models", "name_of_model"]
 
@@ -52,12 +53,17 @@ def _model_at(path: str) -> str | None:
 
 
 def name_of_model(source: str) -> str:
-    """Short name of a model, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3."""
+    """Short name of a model, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3.
+
+    The model of an epoch is sft-epoch-2.
+    """
     if source.startswith("models:/") and (parts := source.removeprefix("models:/").rsplit("/", 1))[-1].isdecimal():
         return re.sub(r"[^\w.@-]+", "_", "-v".join(parts))
     parts = source.removeprefix("models:/").rstrip("/").split("/")
     if len(parts) > 1 and parts[-1] == "model":
         parts.pop()
+    if len(parts) > 3 and parts[-2] == EPOCH_MODELS and parts[-1].isdecimal() and _KEY.fullmatch(parts[-3]):
+        return re.sub(r"[^\w.@-]+", "_", f"{parts[-4]}-epoch-{parts[-1]}")
     if len(parts) > 1 and _KEY.fullmatch(parts[-1]):
         parts.pop()
     return re.sub(r"[^\w.@-]+", "_", parts[-1])

@@ -18,7 +18,7 @@ from rl_core.errors import DataError, SettingsError
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["analyze", "approve", "compare", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+__all__ = ["analyze", "approve", "compare", "diff", "evaluate", "gc", "promote", "replay", "runs", "sync"]
 
 
 def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> tuple[Path, str | None]:
@@ -77,6 +77,28 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
         copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
     return 0 if result.ok else 1
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two models on the same held-out episodes."""
+    settings = loading.optional(arguments, import_code=True)
+    if settings is None:
+        from flows.cli.replay import recorded_settings
+
+        settings = recorded_settings(Path(arguments.output))
+    from flows.cli.diff_models import models_to_diff, played_diff, text_of_diff
+
+    models = models_to_diff(settings, (arguments.first, arguments.second))
+    loading.prepare(settings)
+    loading.check_models(settings, *models.values())
+    quiet = arguments.quiet or arguments.format == "json"
+    loading.begin(settings, quiet=quiet)
+    found, knows_success = played_diff(settings, models, examples=arguments.episodes, quiet=quiet)
+    if arguments.format == "json":
+        print(json.dumps({**found.to_json(), "knows_success": knows_success}, indent=1))
+    else:
+        print(visible(text_of_diff(found, knows_success=knows_success)))
+    return 0
 
 
 def promote(arguments: argparse.Namespace) -> int:

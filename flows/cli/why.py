@@ -9,6 +9,7 @@ from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.pipeline.decisions import decisions
 from tasks.pipeline.drift import differences_now, newest_conditions, unfinished
+from tasks.pipeline.result import STAGE_LOG
 
 __all__ = ["explain"]
 
@@ -31,7 +32,14 @@ def explain(settings: PipelineSettings, stage: str) -> str:
     if not lines:
         lines.append(f"{stage} was never run in {stages_folder.parent}")
     lines += ["", "now:", *_now(settings, stage, stages_folder)]
+    lines += [f"  log of the newest run: {path}" for path in _newest_log(folder)]
     return "\n".join(lines)
+
+
+def _newest_log(folder: Path) -> list[Path]:
+    """The stage's log that was written last, of a finished run or of one that goes on or failed; [] = there is none."""
+    logs = sorted(folder.glob(f"*/{STAGE_LOG}"), key=lambda path: (path.stat().st_mtime, ".tracking" not in str(path)))
+    return logs[-1:]
 
 
 def _now(settings: PipelineSettings, stage: str, stages_folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from flows.monitor.charts import NONE, Drawn, apart, chart, family, line, marks, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, replay_name, reward_parts, tool_table
+from flows.monitor.present_views import reward_shares, tool_bars
 from flows.monitor.runs import RunView, StageView
 
 __all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
@@ -62,7 +63,7 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         family("correlation", "Correlation with true success", _names(stage, "reward/correlation/"), pairs, drawn,
                unit="Pearson's r", span=(-1.0, 1.0)),
     ]  # fmt: skip
-    blocks: list[dict[str, Any]] = [_reward_tiles(stage)]
+    blocks: list[dict[str, Any]] = [_reward_tiles(stage), *filter(None, (reward_shares(stage, choice),))]
     alarm = stage.table.series.get("reward/alarm")
     if alarm is not None and float(alarm.arrays()[2].max()) > 0:
         found = family("alarm", "Alarm", [("reward/alarm", "alarm")], pairs, Drawn(1, drawn.by_time), span=(0.0, 1.0))
@@ -124,9 +125,11 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
                 for name in names
             ]
             blocks.append({"kind": "charts", "id": "tools", "title": "", "note": "", "charts": charts})
-    for source, path in episode_files(run).items():
-        rows = read_episodes(path)
-        found = tool_table(rows)
+    told = [(source, rows, tool_table(rows)) for source, rows in _recorded(run)]
+    newest = next((found for _, _, found in told if found), [])
+    if pairs and (bars := tool_bars(pairs[0][1], choice, newest)) is not None:
+        blocks.insert(0, bars)
+    for source, rows, found in told:
         if not found:
             continue
         cells = [
@@ -139,6 +142,11 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         note = f"The newest {len(rows):,} trajectories."
         blocks.append(table(f"tools:{source}", source[0].upper() + source[1:], columns, cells, note))
     return blocks or _nothing("No tool was called yet: neither training nor evaluation has played an episode.")
+
+
+def _recorded(run: RunView) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for source, path in episode_files(run).items():
+        yield source, read_episodes(path)
 
 
 # ----------------------------------------------------------------------------------------------------- curriculum

@@ -192,6 +192,11 @@ const kinds = {
       for (const row of block.rows) { const tr = html('tr'); row.forEach((v, i) => { const td = cell(v); if (block.columns[i].c) td.classList.add(block.columns[i].c); tr.append(td); }); tbody.append(tr); }
       table.replaceChildren(thead, tbody);
     }},
+  bars: {make: () => { const e = html('section'); e.append(html('h3', 'pt-h'), html('p', 'pt-note'), html('div', 'pt-bars')); return e; },
+    update: (e, block) => { heading(e, block); keyed(e.lastChild, block.items,
+      () => { const r = html('div', 'pt-share'), bar = html('div', 'pt-sharebar'); bar.append(html('i')); r.append(html('span'), bar, html('b')); return r; },
+      (r, i) => { set(r.children[0], i.label); r.children[0].title = i.label; const fill = r.children[1].firstChild;
+        fill.style.width = (100 * i.share) + '%'; fill.style.background = `var(--c${i.colour})`; set(r.children[2], i.text); }); }},
   note: {make: () => html('div', 'pt-message'), update: (e, block) => { e.className = 'pt-block pt-message ' + (block.tone || ''); const text = JSON.stringify(block.lines); if (e.shows === text) return; e.shows = text;
     e.replaceChildren(...block.lines.map((l, i) => html(l.startsWith('$ ') ? 'pre' : i ? 'p' : 'h3', '', l.replace(/^\$ /, '')))); }},
   links: {make: () => html('div', 'pt-links'), update: (e, block) => keyed(e, block.items.map(i => ({...i, id: i.href})), () => html('a'), (a, i) => {

@@ -84,6 +84,12 @@ white-space:nowrap;color:var(--pt-ink)}
 .pt-bar{display:inline-block;vertical-align:middle;width:90px;height:7px;border-radius:4px;background:var(--pt-line);
 overflow:hidden;margin-right:9px}
 .pt-bar i{display:block;height:100%;background:var(--c0);border-radius:4px;transition:width .3s}
+.pt-bars{display:grid;gap:6px;max-width:760px}
+.pt-share{display:grid;grid-template-columns:minmax(90px,190px) 1fr minmax(64px,auto);gap:12px;align-items:center}
+.pt-share span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;color:var(--pt-ink)}
+.pt-share b{font-weight:600;text-align:right;color:var(--pt-ink)}
+.pt-sharebar{height:14px;border-radius:4px;background:var(--pt-line);overflow:hidden}
+.pt-sharebar i{display:block;height:100%;transition:width .3s}
 .pt-message{background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:18px 22px}
 .pt-message.small{padding:8px 14px}
 .pt-message.small h3{font-size:14px;font-weight:400;margin:0}

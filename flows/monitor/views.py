@@ -16,6 +16,7 @@ from flows.monitor.choice import Choice, Runs
 from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.online_views import online
+from flows.monitor.present_views import metric_table
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
@@ -287,6 +288,8 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         rows = [[name, *[_last(stage, name) for _, stage in pairs]] for name in once]
         heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
         blocks.append(table("single", "Measured once, or always the same", heads, rows))
+    if pairs[0][1].table.series:
+        blocks.append(metric_table(pairs[0][1], choice))
     return blocks or [_nothing("Nothing was measured under these names yet.")]
 
 

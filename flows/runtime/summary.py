@@ -112,6 +112,8 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     if facts.get("runs_url"):
         console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
+    if facts.get("logs"):
+        console.print(f"Logs        {facts['logs']}", soft_wrap=True)
     if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
         console.print(
             "Pages       posttrain ui    starts the MLflow and Prefect pages behind these links", soft_wrap=True

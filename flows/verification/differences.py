@@ -1,7 +1,7 @@
 """RunComparison of two runs of one pipeline, file by file, in the order of the stages.
 
-Left out are timings, names of runs, and files for people who look on (recent rollouts), of which a resumed run has
-fewer.
+Left out are timings, names of runs, logs, and files for people who look on (recent rollouts), of which a resumed run
+has fewer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from rl_core.storage.checked_lines import read_checked
 from tasks import stage_registry
-from tasks.pipeline.result import FAILED_EPISODES, METRICS_HISTORY, RECENT_ROLLOUTS, REVIEW
+from tasks.pipeline.result import FAILED_EPISODES, HISTORY_LINES, METRICS_HISTORY, RECENT_ROLLOUTS, REVIEW, STAGE_LOG
 
 __all__ = ["RunComparison", "FileDifference", "StagePair", "compare_runs", "is_timing", "metric_rows"]
 
 # Digests of all files; the newest values of metrics.jsonl; a report with the seconds of the stages.
-_LEFT_OUT = ("manifest.json", METRICS_HISTORY, RECENT_ROLLOUTS, REVIEW)
+_LEFT_OUT = ("manifest.json", METRICS_HISTORY, HISTORY_LINES, RECENT_ROLLOUTS, REVIEW, STAGE_LOG)
 _NAMES = ("run_id", "seconds", "tokens_per_second")  # of a summary: differ from run to run
 _TIMED = ("perf/", "system/")  # metrics
 

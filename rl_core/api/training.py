@@ -31,6 +31,7 @@ from rl_core.storage.folder_removal import set_aside
 from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
+from rl_core.training.kept_epochs import EPOCHS, KeptEpochs
 from rl_core.training.loop_state import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 
@@ -47,7 +48,7 @@ S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelS
 
 CHECKPOINTS, METRICS, HISTORY = "checkpoints", "metrics.jsonl", "metrics_history.json"
 # Settings that change no number of the iterations already done: a resumed run may have others.
-FREE = ("launch", "checkpoint_every", "keep_checkpoints")
+FREE = ("launch", "checkpoint_every", "keep_checkpoints", "keep_epochs")
 LENGTHS = ("iterations", "epochs", "max_steps")  # free as well under a constant schedule
 
 
@@ -118,6 +119,7 @@ class Training(Generic[T]):
                 history=self.output / HISTORY if self.output is not None else None,
                 callbacks=self.callbacks,
                 memory=self.memory,
+                after_iteration=self._kept_epochs(),
             )
             status = "FINISHED"
         except Stopped as stopped:
@@ -135,6 +137,20 @@ class Training(Generic[T]):
         finally:
             close(self._tracker, status)
         return self.outcome
+
+    def _kept_epochs(self) -> KeptEpochs | None:
+        """Keeper of the models of epochs, where the settings ask for some. Raises: SettingsError without a folder."""
+        keep = getattr(self.settings, "keep_epochs", 0)
+        if not keep:
+            return None
+        if self.output is None:
+            raise SettingsError(
+                "keep_epochs: names no place without an output folder; give output=FOLDER, or leave it 0"
+            )
+        return KeptEpochs(
+            self.output / EPOCHS, keep, self.trainer.order.batches_per_epoch, self.trainer.optimizer_step,  # type: ignore[attr-defined]
+            lambda folder: causal_lm.publish(self.model, self.tokenizer, folder),
+        )  # fmt: skip
 
     def _set_aside(self) -> None:
         """Keep the checkpoints of an earlier process under another name, so that training begins anew."""

@@ -12,6 +12,7 @@ from rl_core.environments.answer_checks import CHECKS, make_check
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode
 from rl_core.errors import RewardError, SettingsError, nearest
 from rl_core.models.turn_states import Embed, TurnStates
+from rl_core.rewards.cached_function import CachedReward, user_reward
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
@@ -87,6 +88,9 @@ class RewardOrchestrator:
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
+        for name in self.options.cache:
+            if name in self.components and not isinstance(self.components[name], CachedReward):
+                raise SettingsError(f"reward_options.cache: '{name}' is no function of yours, whose values can be kept")
         self.norms = {name: RunningNorm() for name in self.options.normalise if name in self.components}
         self.hacking_monitor = HackingMonitor(self.options.window, self.options.alarm_margin)
 
@@ -180,7 +184,7 @@ class RewardOrchestrator:
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
         if name in self._functions:
-            return UserReward(name, options, self._functions[name], self.failures.too_many)
+            return user_reward(name, options, self._functions[name], self.failures.too_many)
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
@@ -207,7 +211,7 @@ class RewardOrchestrator:
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
                 "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
             )
-        return UserReward(name, options, too_many=self.failures.too_many)
+        return user_reward(name, options, None, self.failures.too_many)
 
     def _states(self, rollouts: Sequence[Rollout], embed: Embed | None) -> list[TurnStates]:
         if not self.needs_states:

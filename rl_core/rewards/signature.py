@@ -38,11 +38,12 @@ class Signature:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # written in C: it shows no parameters
             parameters = [inspect.Parameter("trajectories", inspect.Parameter.POSITIONAL_ONLY)]
+        self.passed: list[str] = []  # arguments of TRL's, besides columns, that it names
         self.is_trl = any(parameter.name == "completions" for parameter in parameters)
         self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if self.is_trl:
-            self._passed = [p.name for p in named if p.name in _OF_TRL]
+            self.passed = [p.name for p in named if p.name in _OF_TRL]
             wanted = [p for p in named if p.name not in _OF_TRL]
         else:
             if not any(p.kind in _POSITIONAL or p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -79,22 +80,39 @@ class Signature:
                 f"{nearest(wanted, columns)}"
             )
 
-    def call(self, rollouts: Sequence[Rollout]) -> Any:
-        """Return value of the function for these rollouts; a coroutine is run to its end."""
+    @property
+    def takes_ids(self) -> bool:
+        """True = it gets the completions' token ids."""
+        return self.is_trl and (self.takes_all or "completion_ids" in self.passed)
+
+    def way_of_calling(self, rollouts: Sequence[Rollout]) -> tuple[list[str], bool]:
+        """The batch's part in the call: columns of its rows; True = prompts and completions are messages."""
+        rows = [rollout.trajectory.row for rollout in rollouts]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        return columns, all(isinstance(row.get("prompt"), list) for row in rows)
+
+    def call(self, rollouts: Sequence[Rollout], batch: Sequence[Rollout] = ()) -> Any:
+        """Return value of the function for these rollouts; a coroutine is run to its end.
+
+        batch: rollouts that decide the way of calling, of which these are some; () = these.
+        """
         trajectories = [rollout.trajectory for rollout in rollouts]
-        columns = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.row))
+        columns, conversational = self.way_of_calling(batch or rollouts)
         self.check(columns)
         if self.is_trl:
-            values = self.function(**self._of_trl(rollouts, trajectories, columns))
+            values = self.function(**self._of_trl(rollouts, trajectories, columns, conversational))
         else:
             taken = [name for name in columns if self._takes(name) and name != self._first]
             values = self.function(trajectories, **{name: _column(trajectories, name) for name in taken})
         return asyncio.run(_awaited(values)) if inspect.isawaitable(values) else values
 
     def _of_trl(
-        self, rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory], columns: Sequence[str]
+        self,
+        rollouts: Sequence[Rollout],
+        trajectories: Sequence[Trajectory],
+        columns: Sequence[str],
+        conversational: bool,
     ) -> dict[str, Any]:
-        conversational = all(isinstance(trajectory.row.get("prompt"), list) for trajectory in trajectories)
         values: dict[str, Any] = {
             "prompts": [_prompt(trajectory, conversational) for trajectory in trajectories],
             "completions": [_completion(trajectory, conversational) for trajectory in trajectories],
@@ -103,7 +121,7 @@ class Signature:
             "log_extra": lambda *_, **__: None,  # columns of TRL's table of completions
             "log_metric": lambda name, value: self.logged.setdefault(name, []).append(float(value)),
         }
-        passed = values if self.takes_all else {name: values[name] for name in self._passed}
+        passed = values if self.takes_all else {name: values[name] for name in self.passed}
         for name in columns:
             if name not in _NOT_PASSED_BY_TRL and self._takes(name):
                 passed[name] = _column(trajectories, name)

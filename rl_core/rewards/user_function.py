@@ -58,10 +58,12 @@ class UserReward(Component):
         self.options = options
         self.signature = Signature(import_function(name) if function is None else function, name)
         self._too_many = too_many
+        self._batch: Sequence[Rollout] = ()  # that decides the way of calling; () = the rollouts of each call
+        self.skipped: set[int] = set()  # of the last call, by index of the rollout: the function gave None
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
         """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
-        self.failed = {}
+        self.failed, self.skipped = {}, set()
         self.signature.logged.clear()
         try:
             values = self._call(rollouts)
@@ -81,8 +83,8 @@ class UserReward(Component):
         seconds, name = self.options.timeout_s, f"reward {self.name}"
         try:
             if seconds is None:
-                return _as_list(self.signature.call, rollouts)
-            return call_within(seconds, name, _as_list, self.signature.call, rollouts)
+                return _as_list(self.signature.call, rollouts, self._batch)
+            return call_within(seconds, name, _as_list, self.signature.call, rollouts, self._batch)
         except _Failure:
             raise
         except TooManyHung as error:
@@ -98,7 +100,9 @@ class UserReward(Component):
             raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories")
         checked: list[float | None] = []
         for value, index in zip(values, indices, strict=True):
-            number = 0.0 if value is None and self.signature.is_trl else _finite(value)
+            if value is None and self.signature.is_trl:
+                self.skipped.add(index)
+            number = 0.0 if index in self.skipped else _finite(value)
             if number is None:
                 self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
@@ -112,7 +116,7 @@ class UserReward(Component):
             except _Failure as own:
                 trace = error_trace(own.__cause__) if own.__cause__ is not None else ""
                 self.failed[index] = SampleFailure(str(own), trace)
-                if self._too_many(len(self.failed), len(rollouts)):
+                if self._too_many(len(self.failed), max(len(rollouts), len(self._batch))):
                     return [None] * len(rollouts)
         passing = [index for index in range(len(rollouts)) if index not in self.failed]
         if not self.failed:
@@ -129,8 +133,8 @@ class UserReward(Component):
         return [found.get(index) for index in range(len(rollouts))]
 
 
-def _as_list(call: Callable[[Sequence[Rollout]], Any], rollouts: Sequence[Rollout]) -> list[Any]:
-    values = call(rollouts)
+def _as_list(call: Callable[..., Any], rollouts: Sequence[Rollout], batch: Sequence[Rollout]) -> list[Any]:
+    values = call(rollouts, batch)
     if not isinstance(values, Iterable):
         raise _Failure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)

@@ -358,6 +358,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         for name in self.reward_options.normalise:
             if name not in self.rewards:
                 raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
+        for name in self.reward_options.cache:
+            if name not in self.rewards and self.rewards != {"task": 1.0}:  # else functions may be handed in (Python)
+                raise SettingsError(
+                    f"reward_options.cache: '{name}' is no component of rewards; {nearest(name, self.rewards)}"
+                )
         limit = self.sampling.max_completion_tokens
         if not is_open(limit) and self.overlong_tokens > limit:
             raise SettingsError(

@@ -113,6 +113,15 @@ class RewardSettings(Settings):
     timeout_s: float | None = setting(
         120.0, gt=0, doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected"
     )
+    cache: tuple[str, ...] = setting(
+        (),
+        doc="user functions, by the names that they have in `rewards`, whose values are kept, not computed again, "
+        "as you declare them pure: a value follows from the sample's own texts, tools, outcome and row alone. They are "
+        "kept in memory and in checkpoints",
+    )
+    cache_entries: int = setting(
+        100_000, ge=1, le=10_000_000, doc="values kept of each, 24 bytes a value; the oldest go"
+    )
     window: int = setting(20, ge=3, le=1_000_000, doc="iterations over which reward and true success are compared")
     alarm_margin: float = setting(
         0.05,

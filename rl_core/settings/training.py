@@ -69,10 +69,16 @@ class LoopSettings(Settings):
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
     history_seconds: float = setting(
-        5.0, ge=0, le=1e6, doc="seconds between two exports of metrics_history.json while training, at least"
+        5.0, ge=0, le=1e6, doc="seconds between two lines appended to metrics_history.jsonl while training, at least"
     )
     history_window: int = setting(10, ge=2, le=1000, doc="observations behind the means and slopes in that file")
     launch: LaunchSettings = setting(LaunchSettings(), doc="process launch; not part of the stage's key")
+
+
+KEEP_EPOCHS_DOC = (
+    "whole epochs, the newest ones, whose models are kept as epochs/1, epochs/2, ... in the stage's folder (or the "
+    "Python API's output); 0 = none"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="demonstrations per optimizer step")
     dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
     router_aux_loss_coef: float = setting(
@@ -120,6 +127,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
     center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
     num_pairs: int = setting(
@@ -170,6 +178,7 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     )
     epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few overfit")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
     num_pairs: int = setting(
         2000, ge=10, le=10_000_000, doc="pairs made from scored rollouts, when no preference file is given"

@@ -1,4 +1,4 @@
-"""Learned baseline: a linear value head on the policy's hidden states, averaged over all tokens so far.
+"""Learned baseline: a value head, linear or an MLP, on the policy's hidden states, averaged over all tokens so far.
 
 B rows, S sequence, H hidden, N states.
 """
@@ -6,7 +6,8 @@ B rows, S sequence, H hidden, N states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
+from rl_core.settings import ThoughtsSettings
 from rl_core.storage.moments import load_moments, moments
 
 if TYPE_CHECKING:
@@ -28,32 +30,69 @@ __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
 
 class BaselineHead(nn.Module):
-    """A linear value head on pooled hidden states; 0 everywhere at the start.
+    """A value head on pooled hidden states: linear, or with hidden layers and tanh between; 0 everywhere at the start.
 
-    States are normalised and divided by sqrt(H), so that one learning rate suits models of every width.
+    States are normalised and divided by sqrt(H), so that one learning rate suits models of every width; hidden layers
+    see them normalised alone, and the output layer the units of the last one divided by sqrt(width).
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, layers: int = 1, width: int = 256, seed: int = 0) -> None:
+        """layers: 1 = linear. width: units of the hidden layers. seed: of their weights, orthogonal with gain 1."""
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        sizes = [hidden_size, *[width] * (layers - 1)]
+        with torch.random.fork_rng(devices=[]):  # torch's own initialisation would draw
+            self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.linear = nn.Linear(sizes[-1], 1)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.hidden:
+            nn.init.orthogonal_(layer.weight, generator=generator)
+            nn.init.zeros_(layer.bias)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states_NH: torch.Tensor) -> torch.Tensor:
         """Values, float32 [N]."""
-        size = states_NH.shape[-1]
-        return self.linear(functional.layer_norm(states_NH.float(), (size,)) * size**-0.5).squeeze(-1)
+        units_NW = functional.layer_norm(states_NH.float(), (states_NH.shape[-1],))
+        for layer in self.hidden:
+            units_NW = torch.tanh(layer(units_NW))
+        return self.linear(units_NW * units_NW.shape[-1] ** -0.5).squeeze(-1)
 
 
 class Baseline:
-    """The value head with an AdamW of its own; no gradient reaches the policy.
+    """The value head with an optimizer of its own; no gradient reaches the policy.
 
     A separate optimizer, because values need another learning rate than weights; so the head is no part of the policy.
     """
 
-    def __init__(self, hidden_size: int, learning_rate: float, device: torch.device) -> None:
-        self.head = BaselineHead(hidden_size).to(device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
+    def __init__(
+        self,
+        hidden_size: int,
+        learning_rate: float,
+        device: torch.device,
+        *,
+        layers: int = 1,
+        width: int = 256,
+        coef: float = 1.0,
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+        seed: int = 0,
+    ) -> None:
+        """layers, width, seed: as in `BaselineHead`. coef: weight of the loss. optimizer: sgd is without momentum."""
+        self.head = BaselineHead(hidden_size, layers, width, seed).to(device)
+        self.coef = coef
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
+            if optimizer == "adamw"
+            else torch.optim.SGD(self.head.parameters(), lr=learning_rate)
+        )
+
+    @classmethod
+    def of(cls, settings: ThoughtsSettings, hidden_size: int, device: torch.device, seed: int) -> Baseline:
+        """The baseline that the settings describe."""
+        return cls(
+            hidden_size, settings.baseline_learning_rate, device, layers=settings.baseline_layers,
+            width=settings.baseline_width, coef=settings.baseline_coef, optimizer=settings.baseline_optimizer,
+            seed=seed,
+        )  # fmt: skip
 
     @torch.no_grad()
     def values(self, states_NH: torch.Tensor) -> torch.Tensor:
@@ -61,13 +100,13 @@ class Baseline:
         return self.head(states_NH)
 
     def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
-        """One step of AdamW on 1/2 mean((v - R)^2). Returns: the loss before the step."""
+        """One step of the optimizer on coef / 2 mean((v - R)^2). Returns: the loss before the step, without coef."""
         mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
         with torch.enable_grad():
             values_1N = self.head(states_NH)[None]
             loss, _ = value_loss(values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N))
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            (loss if self.coef == 1 else self.coef * loss).backward()
         self.optimizer.step()
         return float(loss.detach())
 

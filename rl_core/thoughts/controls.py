@@ -19,9 +19,10 @@ from rl_core.thoughts.gain import GainKind, thought_gain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CONTROLS", "control_thoughts", "measure_gains", "shuffle_partners"]
+__all__ = ["CONTROLS", "FILLER", "control_thoughts", "measure_gains", "shuffle_partners"]
 
 CONTROLS = ("shuffled", "filler", "truncated")
+FILLER = "."  # its token stands for every token of a thought in the filler control
 
 Gains = dict[str, list[list[float]]]  # condition -> episode -> answered turn
 

@@ -7,6 +7,7 @@ correct answers in one optimizer step.
     L = - sum over thought tokens of A log pi / thought tokens       A = GAE over the episode's questions (gamma .99)
         - entropy_coef entropy of the thought tokens                 decays with every episode played
         - answer_coef log p(correct answer) / answer tokens          with the thought and without it
+        + kl_coef KL(pi || start) per thought token                  by choice; start: the stage's initial model
 
 The answer term is Quiet-STaR's likelihood of the text. It is also taken without the thought: otherwise a policy could
 raise its reward by forgetting what it can answer at once. Not thinking is a thought of length 0: its advantage goes to
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,8 @@ from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.inference.sampling import RolloutBackend
-from rl_core.losses.advantages import gae
+from rl_core.losses.advantages import gae, returns
+from rl_core.losses.kl import kl_penalty
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
 from rl_core.losses.supervised import entropy_bonus, supervised_loss
@@ -55,6 +58,10 @@ from rl_core.thoughts.episodes import (
 )
 from rl_core.thoughts.gain import thought_gain
 from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
+from rl_core.thoughts.thought_coherence import thought_coherence
+from rl_core.thoughts.thought_kl import needed_reference, ref_logprobs
+from rl_core.thoughts.training_check import TrainingCheck, examine
+from rl_core.thoughts.verdict import ThoughtVerdict
 from rl_core.timing import span
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
@@ -64,6 +71,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ThoughtsTrainer"]
+
+RECENT_EPISODES = 100  # behind the metric reward/mean_100_episodes
 
 
 class ThoughtsTrainer(RolloutTrainer):
@@ -85,6 +94,7 @@ class ThoughtsTrainer(RolloutTrainer):
         backend: RolloutBackend,
         *,
         heldout: Sequence[EpisodeRequest] = (),
+        reference: PreTrainedModel | None = None,
         pad_id: int | None = None,
         record: RolloutRecord | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
@@ -94,6 +104,7 @@ class ThoughtsTrainer(RolloutTrainer):
         Args:
             backend: samples from `model`'s own weights.
             heldout: episodes of the validation; () = `evaluate` gives no metrics.
+            reference: frozen model of the KL term, needed where kl_coef > 0; the policy's own = without its adapters.
             pad_id: None = the renderer's.
             record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean over
                 the episode's turns.
@@ -113,10 +124,14 @@ class ThoughtsTrainer(RolloutTrainer):
         self.heldout = list(heldout)
         self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.device = next(model.parameters()).device
-        self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
+        self.baseline = Baseline.of(settings, model.config.hidden_size, self.device, seed)
         self.optimizer_step = OptimizerStep(
-            model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, process_group=process_group
-        )
+            model, settings.with_warmup, settings.iterations, max_nonfinite=settings.max_nonfinite,
+            process_group=process_group,
+        )  # fmt: skip
+        self.reference = needed_reference(reference, settings.kl_coef)
+        self.check = TrainingCheck(settings, len(self.heldout))
+        self._recent_rewards: deque[float] = deque(maxlen=RECENT_EPISODES)  # mean over an episode's turns
         self._counts = (0, 0)  # thought and answer tokens of the current optimizer step
         self._entropy_coef = settings.entropy_coef
 
@@ -134,7 +149,10 @@ class ThoughtsTrainer(RolloutTrainer):
             rewards, metrics = self._rewards(episodes, plan)
         metrics |= rollout_metrics(groups) | self._failure_metrics()
         for rollout, gains in zip(rollouts, rewards, strict=True):
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": math.fsum(gains) / len(gains)}
+            mean = math.fsum(gains) / len(gains)
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": mean}
+            self._recent_rewards.append(mean)
+        metrics["reward/mean_100_episodes"] = math.fsum(self._recent_rewards) / len(self._recent_rewards)
         self._record_rollouts(rollouts)
         self._entropy_coef = self.entropy_coef
         with span("update"):
@@ -142,6 +160,8 @@ class ThoughtsTrainer(RolloutTrainer):
             metrics |= more | {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
         self.iteration += 1
         self.rollouts_played += len(rollouts)
+        if self.check.is_due(self.rollouts_played - len(rollouts), self.rollouts_played):
+            metrics |= self.check.run(self._examine, self.rollouts_played)
         return metrics | self._throughput(rollouts, time.perf_counter() - started, played - started)
 
     def evaluate(self) -> dict[str, float]:
@@ -162,6 +182,19 @@ class ThoughtsTrainer(RolloutTrainer):
         """Episodes of the current policy with their thoughts, for the controls."""
         return self._read(self._play_once(requests, "check", 0))
 
+    def _examine(self) -> ThoughtVerdict:
+        """The test for genuine thoughts on the validation's episodes."""
+        with span("check"):
+            return examine(
+                self.model, self.reader, self.renderer, self.optimizer_step, self.heldout_episodes(self.heldout),  # type: ignore[arg-type]
+                self.settings, pad_id=self.pad_id, seed=self.seed,
+            )  # fmt: skip
+
+    @property
+    def finished(self) -> str:
+        """Why training ends before its last iteration; "" = it does not."""
+        return self.check.finished
+
     def state_dict(self) -> dict[str, Any]:
         """State besides weights and optimizer."""
         return {
@@ -169,6 +202,8 @@ class ThoughtsTrainer(RolloutTrainer):
             "episodes_played": self.rollouts_played,
             "baseline": self.baseline.state_dict(),
             "failures": self.failures.state_dict(),
+            "recent_rewards": list(self._recent_rewards),
+            "check": self.check.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +212,9 @@ class ThoughtsTrainer(RolloutTrainer):
         self.rollouts_played = int(state["episodes_played"])
         self.baseline.load_state_dict(state["baseline"])
         self.failures.load_state_dict(state["failures"])
+        self._recent_rewards.clear()
+        self._recent_rewards.extend(state["recent_rewards"])
+        self.check.load_state_dict(state["check"])
 
     # Rollouts and rewards
 
@@ -245,10 +283,16 @@ class ThoughtsTrainer(RolloutTrainer):
         return logprobs_N
 
     def _pooled(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
-        """Baseline inputs per episode: mean states [turns + 1, H] of the tokens before each turn, and of all tokens."""
+        """Mean states of the tokens up to some places of each episode, [2 turns + 1, H].
+
+        The baseline's inputs come first, those before each turn and of all tokens; then those up to each thought's end.
+        """
 
         def compute(some: list[ThoughtEpisode]) -> list[torch.Tensor]:
-            ends = [[step.start for step in episode.steps] + [len(episode.ids)] for episode in some]
+            ends = [
+                [step.start for step in episode.steps] + [len(episode.ids)] + [step.end for step in episode.steps]
+                for episode in some
+            ]
             ids = [episode.ids for episode in some]
             limit = self.settings.micro_batch_tokens
             return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
@@ -261,25 +305,31 @@ class ThoughtsTrainer(RolloutTrainer):
     def _advantages(
         self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, float]]:
-        """GAE over the turns of each episode; the baseline then learns their returns."""
-        with span("measure"):
-            pooled = self._pooled(episodes)
-            values_N = self.baseline.values(torch.cat(pooled)).cpu()
+        """Advantages of the turns of each episode against the baseline, which then learns their returns."""
         counts = [len(episode.steps) for episode in episodes]
+        with span("measure"):
+            found = self._pooled(episodes)
+            pooled = [states[: count + 1] for states, count in zip(found, counts, strict=True)]
+            values_N = self.baseline.values(torch.cat(pooled)).cpu()
         by_episode = values_N.split([count + 1 for count in counts])
         mask_BK = attention_mask(counts)
         values_BK = pad_rows([values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32)
         rewards_BK = pad_rows(rewards, 0.0, dtype=torch.float32)
         # A truncated episode is bootstrapped from its last state; the value after a terminated one is 0.
         bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor([e.is_truncated for e in episodes])
-        advantages_BK, returns_BK = gae(
-            rewards_BK,
-            values_BK,
-            mask_BK,
-            gamma=self.settings.gamma,
-            gae_lambda=self.settings.gae_lambda,
-            bootstrap_B=bootstrap_B,
-        )
+        gamma = self.settings.gamma
+        if self.settings.advantages == "returns":
+            returns_BK = returns(rewards_BK, mask_BK, gamma=gamma, bootstrap_B=bootstrap_B)
+            advantages_BK = fill_masked(returns_BK - values_BK, mask_BK)
+        else:
+            advantages_BK, returns_BK = gae(
+                rewards_BK,
+                values_BK,
+                mask_BK,
+                gamma=gamma,
+                gae_lambda=self.settings.gae_lambda,
+                bootstrap_B=bootstrap_B,
+            )
         explained = explained_variance(values_BK, returns_BK, mask_BK)
         states_NH = torch.cat([states[:-1] for states in pooled])
         loss = self.baseline.fit(states_NH, returns_BK[mask_BK].to(self.device))
@@ -289,6 +339,7 @@ class ThoughtsTrainer(RolloutTrainer):
             "train/value_mean": float(values_BK[mask_BK].mean()),
             "train/advantages_mean": float(advantages_BK[mask_BK].mean()),
             "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
+            **thought_coherence(episodes, found),
         }
 
     # Update
@@ -329,6 +380,13 @@ class ThoughtsTrainer(RolloutTrainer):
         bonus, entropy = entropy_bonus(fill_masked(entropy_BS, thought_BS), thought_BS, num_loss_tokens=num_thought)
         metrics = {f"policy/{name}": value for name, value in (parts | entropy).items()}
         loss = loss + self._entropy_coef * bonus
+        if self.settings.kl_coef > 0:
+            kl, found = kl_penalty(
+                logprobs_BS, ref_logprobs(self.model, self.reference, train), thought_BS,
+                num_loss_tokens=num_thought, estimator=self.settings.kl_estimator,
+            )  # fmt: skip
+            loss = loss + self.settings.kl_coef * kl
+            metrics |= {f"policy/{name}": value for name, value in found.items()}
         if num_answer:
             nll, answers = supervised_loss(logprobs_BS, answer_BS, num_loss_tokens=num_answer)
             loss = loss + self.settings.answer_coef * nll

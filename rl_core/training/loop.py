@@ -75,6 +75,7 @@ def run_loop(
     history: Path | str | None = None,
     callbacks: Sequence[Callback] = (),
     memory: LoopMemory | None = None,
+    after_iteration: Callable[[int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoopOutcome:
     """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
@@ -88,9 +89,11 @@ def run_loop(
         allow_drift: resume although the fingerprint differs (True), or differs in these dotted keys alone; logged as a
             warning and as the tag `drift.fingerprint`.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
-        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
-            seconds at most while training, and at the end.
+        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), written at the end;
+            while training, lines are appended to one beside it (see `training.history_log`).
         callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
+        after_iteration: called in every process with the number of iterations done, after each one and its evaluation
+            and before its checkpoint; what it writes is written again where a run was killed in between.
         memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
     Raises: Stopped after a stop request (state saved, or the iteration given up); CallbackError; ResumeRefused;
         NonFiniteError; CheckpointError; FolderBusy.
@@ -115,6 +118,7 @@ def run_loop(
         process_group=process_group,
         callbacks=check_callbacks(callbacks),
         memory=memory,
+        after_iteration=after_iteration,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
@@ -140,6 +144,7 @@ class _Loop:
     process_group: ProcessGroup
     callbacks: Sequence[Callback]
     memory: LoopMemory
+    after_iteration: Callable[[int], None] | None
     stopped_by: str | None = None  # the reason that a callback gave
 
     @property
@@ -155,13 +160,15 @@ class _Loop:
         while (reason := self._stop_reason()) is None:
             self._iterate()
             self._evaluate_when_due()
+            if self.after_iteration is not None:
+                self.after_iteration(self.state.iteration)
             self.checkpoints.save_when_due(self.settings.checkpoint_every)
         self._stop_when_asked()
         if self.state.iteration and self.state.evaluated_iteration != self.state.iteration:
             self._evaluate()
         if self.settings.checkpoint_every:
             self.checkpoints.save()
-        self.metrics.export()
+        self.metrics.export(is_last=True)
         fault("loop.finished")
         self._leave_best()
         fault("loop.left")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.errors import CheckpointError
-from rl_core.storage.single_files import write_text_atomic
 from rl_core.tracking import Tracker
+from rl_core.training.history_log import HistoryLog
 from rl_core.training.loop_state import LoopMemory
 
 __all__ = ["LoopMetrics"]
@@ -30,6 +30,7 @@ class LoopMetrics:
     export_seconds: float = 5.0  # between two exports of the history while training
     export_window: int = 10  # of the export's means and slopes
     _exported: float | None = None  # when, by `clock`
+    _log: HistoryLog | None = None
     _overheads: dict[str, float] = field(default_factory=dict)  # seconds, not yet reported
 
     def log(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
@@ -61,14 +62,16 @@ class LoopMetrics:
         taken, self._overheads = self._overheads, {}
         return taken
 
-    def export(self, after: float = 0.0) -> None:
-        """Export the history for dashboards, at most once in `after` seconds."""
+    def export(self, after: float = 0.0, *, is_last: bool = False) -> None:
+        """Export the history for dashboards, at most once in `after` seconds; `is_last`: training has ended."""
         if self.export_to is None or not self.is_rank_zero:
             return
         if self._exported is not None and self.clock() - self._exported < after:
             return
         try:
-            write_text_atomic(self.export_to, self.memory.history.to_json(window=self.export_window))
+            if self._log is None:
+                self._log = HistoryLog(self.export_to, self.export_window)
+            (self._log.finish if is_last else self._log.append)(self.memory.history, self.memory.state.iteration)
         except (CheckpointError, OSError) as error:  # a dashboard's file is an extra; what is kept still raises
             logger.warning("the history of metrics is not shown: %s", error)
         self._exported = self.clock()

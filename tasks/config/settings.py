@@ -78,6 +78,13 @@ class TrackingSettings(Settings):
     registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
     traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
+    records_megabytes: float = setting(
+        50.0,
+        ge=0,
+        le=1e6,
+        doc="largest file (MB) of reward records, metric history or pairs made from rollouts that becomes an artifact "
+        "of its stage's run; each becomes a data set of it in any case",
+    )
     sinks: tuple[str, ...] = setting((), doc=SINKS_DOC)
     alerts: dict[str, str] = setting({}, doc=ALERTS_DOC)
 

@@ -16,10 +16,14 @@ from rl_core.storage.manifest import read_verified, verify_folder
 from tasks.tracking.journal import DeliveryCursor
 
 __all__ = [
+    "EPOCH_MODELS",
     "FAILED_EPISODES",
+    "HISTORY_LINES",
     "METRICS_HISTORY",
+    "PAIRS",
     "RECENT_ROLLOUTS",
     "REVIEW",
+    "STAGE_LOG",
     "StageResult",
     "content_digest",
     "journal_of",
@@ -28,7 +32,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
+METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric, written when a stage ends
+HISTORY_LINES = "metrics_history.jsonl"  # the same while it trains, a line an export
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
@@ -36,12 +41,29 @@ FAILED_EPISODES = (
     "failed_episodes.jsonl"  # the first ones of a stage, kept as well when it fails; tracebacks hold paths
 )
 
+STAGE_LOG = "stage.log"  # for people: what the stage said, with times
+
+EPOCH_MODELS = "epochs"  # folder of the models of epochs, where some are kept; beside the stage's result, no part of it
+
+PAIRS = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # that a stage made from rollouts, as texts, for people
+
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings or paths of this machine, or what a resumed run has less of: they are part of a stage's folder
-# but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
-# run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES})
+# Files that hold timings or paths of this machine, or what a resumed run has less of, or that are for people alone:
+# part of a stage's folder but not of its content digest, so that a stage that was run again to the same result does not
+# make the ones after it run again.
+TIMED_FILES = frozenset(
+    {
+        "summary.json",
+        "metrics.jsonl",
+        METRICS_HISTORY,
+        HISTORY_LINES,
+        RECENT_ROLLOUTS,
+        FAILED_EPISODES,
+        STAGE_LOG,
+        *PAIRS,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,9 @@ class StageResult:
 def content_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 over names and digests of a finished folder's files, those that hold timings left out."""
     lines = [
-        f"{name} {entry['sha256']}" for name, entry in sorted(manifest["files"].items()) if name not in TIMED_FILES
+        f"{name} {entry['sha256']}"
+        for name, entry in sorted(manifest["files"].items())
+        if name not in TIMED_FILES and not name.startswith(f"{EPOCH_MODELS}/")
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -2,10 +2,11 @@
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
-                          (after training also metrics_history.json, which is replaced every few seconds meanwhile)
+                          (after training also metrics_history.json; metrics_history.jsonl grows meanwhile),
+                          stage.log: what the stage said
         <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json and
                           conditions.json beside
-        <key>.tracking/   the journal of metrics and what was shipped of it
+        <key>.tracking/   the journal of metrics and what was shipped of it, and stage.log while the stage runs
         <key>.lock        held while the stage runs
         decisions.jsonl   why the stage was run, or was not
 
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import platform
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +40,19 @@ from tasks.pipeline.decisions import note_decision
 from tasks.pipeline.drift import adopt, mark_aside, set_others_aside
 from tasks.pipeline.key import input_digest, stage_key, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
-from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, load_finished
+from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, STAGE_LOG, StageResult, load_finished
 from tasks.pipeline.stage_context import StageContext
-from tasks.pipeline.stage_folder import REWARD_RECORD, KeyedStage, damaged_lines, discard, keep_checkpoints, seal
+from tasks.pipeline.stage_folder import (
+    REWARD_RECORD,
+    KeyedStage,
+    damaged_lines,
+    discard,
+    keep_checkpoints,
+    kept_epochs,
+    seal,
+)
+from tasks.pipeline.stage_log import StageLog
+from tasks.pipeline.stage_records import log_records
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import recover_events, run_in_workers
 from tasks.stage_registry import entry
@@ -188,7 +202,7 @@ def _compute(
         allow_drift=pipeline_run.options.on_drift == "resume" or (("stage key",) if drift else False),
         stop=pipeline_run.stop,
     )
-    with _closed_by_outcome(tracker, stage.folder), torch_threads(threads):
+    with StageLog(stage.journal) as log, _closed_by_outcome(tracker, stage, log), torch_threads(threads):
         with collected() as counts:
             summary = _run_body(context, body)
         fault("stage.computed")
@@ -201,12 +215,18 @@ def _compute(
         if is_registered and (stage.folder / "model").is_dir():
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
+        if epochs := kept_epochs(stage.folder):
+            summary["epochs"] = epochs
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(tracker.seconds, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
         if damaged := damaged_lines(stage):
             summary["damaged_lines"] = damaged
             tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
+        log_records(
+            tracker, stage.folder, stage.final, stage.name,
+            max_megabytes=pipeline_run.settings.tracking.records_megabytes,
+        )  # fmt: skip
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
             tracker.set_tag("result", result_text(str(summary["note"])))
@@ -246,24 +266,35 @@ def _run_body(context: StageContext, body: Callable[[StageContext], dict[str, An
 
 
 @contextlib.contextmanager
-def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
-    """Close the stage's run as finished, killed or failed; after an error of ours keep only checkpoints in `folder`."""
+def _closed_by_outcome(tracker: RunTracker, stage: KeyedStage, log: StageLog) -> Iterator[None]:
+    """Close the stage's run as finished, killed or failed; after an error of ours keep only checkpoints in its folder.
+
+    Beginning, progress and outcome stand in its log, of which the tracking store gets the end.
+    """
+    log.say(f"{stage.label} begins, key {stage.key}, process {os.getpid()} on {platform.node()}")
+    tracker.on_progress.append(log.progress)
     try:
         yield
-    except Stopped:
-        tracker.close("KILLED", timeout_s=STOP_SECONDS)
-        raise
     except BaseException as error:
-        if isinstance(error, PosttrainError):
+        is_stopped = isinstance(error, Stopped) or is_stop(error)
+        if is_stopped:
+            log.say(f"stopped: {error}")
+        else:
+            log.say("failed\n" + "".join(traceback.format_exception(error)).rstrip(), level="ERROR")
+            logger.info("%s failed; its log is %s", stage.label, log.path, extra={"for_people": True})
+        if isinstance(error, PosttrainError) and not isinstance(error, Stopped):
             tracker.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
-            keep_checkpoints(folder)
+            keep_checkpoints(stage.folder)
             with contextlib.suppress(OSError):  # checkpoints stay
-                folder.rmdir()
-        if is_stop(error):
+                stage.folder.rmdir()
+        tracker.log_text(log.tail, STAGE_LOG)
+        if is_stopped:
             tracker.close("KILLED", timeout_s=STOP_SECONDS)
         else:
             tracker.close("FAILED")
         raise
+    log.say(f"{stage.label} has finished after {tracker.seconds:.1f} s")
+    tracker.log_text(log.tail, STAGE_LOG)
     tracker.close("FINISHED")
 
 

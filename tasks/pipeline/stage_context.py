@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config import PipelineSettings
-from tasks.pipeline.result import METRICS_HISTORY
+from tasks.pipeline.result import EPOCH_MODELS, METRICS_HISTORY
 from tasks.tracking import RunTracker
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from rl_core.api.recipes import Recipe
     from rl_core.distributed import ProcessGroup
+    from rl_core.trainers.supervised_trainer import SupervisedTrainer
+    from rl_core.training.kept_epochs import KeptEpochs
     from rl_core.training.loop_state import LoopOutcome
     from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.run import PipelineRun
@@ -54,10 +56,10 @@ class StageContext:
         """Folder of the stage's checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
 
-    def train(self, recipe: Recipe[Any]) -> LoopOutcome:
+    def train(self, recipe: Recipe[Any], after_iteration: Callable[[int], None] | None = None) -> LoopOutcome:
         """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
 
-        Errors: as `rl_core.training.loop.run_loop`.
+        Arguments and errors: as `rl_core.training.loop.run_loop`.
         """
         return recipe.run(
             self.settings,
@@ -67,7 +69,32 @@ class StageContext:
             allow_drift=self.allow_drift,
             stop_event=self.stop,
             history=self.folder / METRICS_HISTORY,
+            after_iteration=after_iteration,
         )
+
+    def kept_epochs(
+        self,
+        trainer: SupervisedTrainer[Any, Any],
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        load: Callable[[PipelineSettings], PreTrainedModel],
+    ) -> KeptEpochs | None:
+        """For `train`: keeps the models of epochs, where the stage's settings ask for some. Arguments: `save_model`."""
+        from rl_core.models import causal_lm
+        from rl_core.training.kept_epochs import KeptEpochs
+
+        if not self.settings.keep_epochs:
+            return None
+
+        def save(folder: Path) -> None:
+            whole = self._whole_model(trainer.optimizer_step, model, load)
+            if whole is not None:
+                causal_lm.publish(whole, tokenizer, folder)
+
+        return KeptEpochs(
+            self.folder / EPOCH_MODELS, self.settings.keep_epochs, trainer.order.batches_per_epoch,
+            trainer.optimizer_step, save,
+        )  # fmt: skip
 
     def save_model(
         self,
@@ -86,13 +113,23 @@ class StageContext:
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
+
+        whole = self._whole_model(optimizer_step, model, load)
+        if whole is not None:
+            causal_lm.save(whole, tokenizer, self.folder / "model")
+
+    def _whole_model(
+        self, optimizer_step: OptimizerStep, model: PreTrainedModel, load: Callable[[PipelineSettings], PreTrainedModel]
+    ) -> PreTrainedModel | None:
+        """The model with all its weights; None in a process that is not the first of several."""
         from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 
-        if self.process_group.size > 1:
-            weights = optimizer_step.sharded.gather_state(trainable_weights(model))
-            if not self.process_group.is_rank_zero:
-                return
-            on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
-            model = load(dataclasses.replace(self.pipeline, model=on_cpu))
-            load_trainable_weights(model, weights)
-        causal_lm.save(model, tokenizer, self.folder / "model")
+        if self.process_group.size == 1:
+            return model
+        weights = optimizer_step.sharded.gather_state(trainable_weights(model))
+        if not self.process_group.is_rank_zero:
+            return None
+        on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
+        model = load(dataclasses.replace(self.pipeline, model=on_cpu))
+        load_trainable_weights(model, weights)
+        return model

@@ -10,17 +10,26 @@ from typing import Any
 
 from rl_core.storage.checked_lines import copy_intact, read_checked
 from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
 from rl_core.storage.folders import seal_folder
 from rl_core.storage.single_files import make_folder
 from tasks.config import resolve
 from tasks.pipeline.conditions import CONDITIONS, read_conditions
 from tasks.pipeline.drift import ASIDE
-from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, content_digest, journal_of
+from tasks.pipeline.result import (
+    EPOCH_MODELS,
+    FAILED_EPISODES,
+    HISTORY_LINES,
+    RECENT_ROLLOUTS,
+    StageResult,
+    content_digest,
+    journal_of,
+)
+from tasks.pipeline.stage_log import copy_log
 from tasks.pipeline.threads import THREADS
 from tasks.processes.launch import WORKERS
 
-__all__ = ["REWARD_RECORD", "KeyedStage", "damaged_lines", "discard", "keep_checkpoints", "seal"]
+__all__ = ["REWARD_RECORD", "KeyedStage", "damaged_lines", "discard", "keep_checkpoints", "kept_epochs", "seal"]
 
 REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
@@ -56,6 +65,7 @@ def seal(stage: KeyedStage) -> str:
     """
     for path in _grown(stage):
         copy_intact(path, stage.folder / path.name)
+    copy_log(stage.journal, stage.folder)
     fault("stage.copied")
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
@@ -72,7 +82,7 @@ def seal(stage: KeyedStage) -> str:
 
 def _grown(stage: KeyedStage) -> list[Path]:
     """Files of lines that were written all along the run, and may have been damaged since."""
-    names = REWARD_RECORD, FAILED_EPISODES
+    names = REWARD_RECORD, FAILED_EPISODES, HISTORY_LINES
     paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
     return [path for path in paths if path.is_file()]
 
@@ -83,12 +93,20 @@ def damaged_lines(stage: KeyedStage) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def kept_epochs(folder: Path) -> list[int]:
+    """Epochs whose models lie in a stage's folder, ascending."""
+    paths = (folder / EPOCH_MODELS).glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())
+
+
 def keep_checkpoints(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     make_folder(folder)
     kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE, RECENT_ROLLOUTS}  # the last: nothing may be played any more
+        kept |= {THREADS, CONDITIONS, ASIDE, EPOCH_MODELS, HISTORY_LINES}
+        kept |= {RECENT_ROLLOUTS}  # nothing may be played any more
+        clear_leftovers(folder / EPOCH_MODELS, locked=True)
     for path in folder.iterdir():
         if path.name in kept:
             continue

@@ -20,7 +20,8 @@ from typing import Any
 from rl_core.errors import CorruptError
 from rl_core.storage.manifest import digest_bytes, read_manifest
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs, recorded_sweeps
-from tasks.pipeline.result import content_digest
+from tasks.pipeline.result import EPOCH_MODELS, content_digest
+from tasks.pipeline.stage_folder import kept_epochs
 from tasks.stage_registry import result_stages
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
@@ -41,7 +42,7 @@ class _Folder:
     path: Path
     stage: str
     key: str
-    digests: frozenset[str]  # first 16 digits of what a later stage may name it by: its content, its model
+    digests: frozenset[str]  # first 16 digits of what a later stage may name it by: its content, its models
     inputs: frozenset[str] | None  # first 16 digits; None = not known
     run_id: str
 
@@ -197,16 +198,17 @@ def _finished(home: Path, runs: dict[str, StoredRun]) -> Iterator[_Folder]:
         run_id = str(summary.get("run_id", ""))
         tags = _tags(path.with_name(f"{path.name}.tracking")) or (runs[run_id].tags if run_id in runs else {})
         known = {value for tag, value in tags.items() if tag.startswith("input.")}
-        digests = frozenset(digest[:16] for digest in (content_digest(manifest), model_digest(manifest)))
+        models = [model_digest(manifest, f"{EPOCH_MODELS}/{epoch}/") for epoch in kept_epochs(path)]
+        digests = frozenset(digest[:16] for digest in (content_digest(manifest), model_digest(manifest), *models))
         yield _Folder(path, path.parent.name, path.name, digests, frozenset(known) if tags else None, run_id)
 
 
-def model_digest(manifest: dict[str, Any]) -> str:
-    """As `digest_folder` of the model folder within, from the manifest alone."""
+def model_digest(manifest: dict[str, Any], place: str = "model/") -> str:
+    """As `digest_folder` of a model folder within, from the manifest alone."""
     files = {
-        name.removeprefix("model/"): entry
+        name.removeprefix(place): entry
         for name, entry in manifest["files"].items()
-        if name.startswith("model/") and name != "model/manifest.json"
+        if name.startswith(place) and name != f"{place}manifest.json"
     }
     lines = [f"{name}\0{files[name]['size']}\0{files[name]['sha256']}\n" for name in sorted(files)]
     return digest_bytes("".join(lines).encode())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.settings import PreferenceSettings
+from tasks.config import PipelineSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.pipeline.stage_code import code_version
 from tasks.stages.loading import load_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["optimise_preferences"]
 
@@ -46,13 +50,13 @@ def _body(context: StageContext) -> dict[str, Any]:
             )
         )
     recipe = preference(policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group)
-    outcome = context.train(recipe)
-    context.save_model(
-        recipe.trainer.optimizer_step,
-        policy.model,
-        policy.tokenizer,
-        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
-    )
+
+    def load(pipeline: PipelineSettings) -> PreTrainedModel:
+        return load_policy(context.inputs["model"], pipeline).model
+
+    epochs = context.kept_epochs(recipe.trainer, policy.model, policy.tokenizer, load)
+    outcome = context.train(recipe, epochs)
+    context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
     compared = sum(not pair.tie for pair in pairs.heldout)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +23,17 @@ from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import PreferenceSettings, RewardModelSettings
 from rl_core.storage.faults import fault
+from rl_core.storage.single_files import replacing
 from rl_core.trainers.reward_model import longer_answer_baseline
+from tasks.pipeline.result import PAIRS
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
 from tasks.stages.part_tokens import part_files, part_tokens
 from tasks.stages.row_files import rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["StagePairs", "stage_pairs"]
 
@@ -161,6 +167,8 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     if _use(context) == "kto" and all(sides):
         labelled = [labelled_sides(part) for part in sides]
         sides = [mismatched_pairs(part, context.seed, labelled[0]) for part in labelled]
+    for name, part in zip(PAIRS, sides, strict=True):
+        _write_texts(context.folder / name, part, policy.tokenizer)
     rollouts = max(1, groups_played * settings.group_size - failures.total)
     lucky = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
     lost = f", {failures.total} failed ({FAILED_EPISODES})" if failures.total else ""
@@ -170,6 +178,20 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
         f"{successes / rollouts:.1%} succeeded{lucky}{lost}",
     )
+
+
+def _write_texts(path: Path, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write pairs as texts, with the special tokens that the model reads: for people, no file to train on again."""
+    with replacing(path, synced=False, errors="backslashreplace") as file:
+        for pair in pairs:
+            chosen, rejected = (tokenizer.decode(side.completion_ids) for side in (pair.chosen, pair.rejected))
+            row: Row = {"prompt_text": tokenizer.decode(pair.chosen.prompt_ids)}
+            row |= (
+                {"chosen_text": chosen, "rejected_text": rejected}
+                if pair.desirable is None
+                else {"completion_text": chosen, "label": pair.desirable}
+            )
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _use(context: StageContext) -> Use:

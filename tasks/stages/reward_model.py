@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.data.chat import ChatRenderer
 from rl_core.settings import RewardModelSettings
+from tasks.config import PipelineSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from tasks.stages.preference_pairs import StagePairs
 
 __all__ = ["reward_model"]
@@ -44,13 +47,12 @@ def _body(context: StageContext) -> dict[str, Any]:
     recipe = reward_model_recipe(
         model, pad_id, pairs.train, pairs.heldout, settings, context.seed, context.process_group
     )
-    outcome = context.train(recipe)
-    context.save_model(
-        recipe.trainer.optimizer_step,
-        model,
-        tokenizer,
-        lambda pipeline: heads.reward_model_from(start, pipeline.model, seed=context.seed, shape=shape)[0],
-    )
+
+    def load(pipeline: PipelineSettings) -> PreTrainedModel:
+        return heads.reward_model_from(start, pipeline.model, seed=context.seed, shape=shape)[0]
+
+    outcome = context.train(recipe, context.kept_epochs(recipe.trainer, model, tokenizer, load))
+    context.save_model(recipe.trainer.optimizer_step, model, tokenizer, load)
     summarise = _regression_summary if settings.loss == "mse" else _summary
     summary = summarise(context, pairs, outcome.metrics, outcome.steps)
     return {**summary, "note": summary["note"] + recipe.trainer.bound_note(outcome.steps)}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.settings import SFTSettings
+from tasks.config import PipelineSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
 from tasks.stages.part_tokens import part_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["sft"]
 
@@ -34,13 +38,13 @@ def _body(context: StageContext) -> dict[str, Any]:
         lambda: part_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
     )
     recipe = sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
-    outcome = context.train(recipe)
-    context.save_model(
-        recipe.trainer.optimizer_step,
-        policy.model,
-        policy.tokenizer,
-        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
-    )
+
+    def load(pipeline: PipelineSettings) -> PreTrainedModel:
+        return load_policy(context.inputs["model"], pipeline).model
+
+    epochs = context.kept_epochs(recipe.trainer, policy.model, policy.tokenizer, load)
+    outcome = context.train(recipe, epochs)
+    context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
     loss = outcome.metrics["eval/loss"]
     return {
         "steps": outcome.steps,

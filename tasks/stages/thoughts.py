@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.single_files import write_json_atomic
-from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
+from rl_core.thoughts.verdict import ThoughtVerdict
 from tasks.pipeline.key import stage_seed
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
@@ -29,8 +29,6 @@ __all__ = ["learn_thoughts"]
 
 logger = logging.getLogger(__name__)
 
-FILLER = "."  # its token stands for every token of a thought in the filler control
-
 
 def learn_thoughts(pipeline_run: PipelineRun, model: Path | str, data: StageResult | None) -> StageResult:
     """Run the stage. `model`: the policy that learns to think."""
@@ -39,7 +37,9 @@ def learn_thoughts(pipeline_run: PipelineRun, model: Path | str, data: StageResu
 
 
 def _body(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.thoughts import thoughts  # here: it loads torch, not needed if cached
+    from rl_core.api.recipes.thoughts import thoughts  # here: they load torch, not needed if cached
+    from rl_core.models.lora import is_lora
+    from rl_core.references.pool import frozen_models
 
     settings: ThoughtsSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
@@ -49,11 +49,18 @@ def _body(context: StageContext) -> dict[str, Any]:
     validation = heldout_requests(environment, episodes, context.seed)
     examined = _check_requests(context, environment, validation)
     failed = kept_episodes(context)
+    reference = None
+    if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
+        reference = policy.model
+        if not is_lora(policy.model):
+            frozen = dataclasses.replace(context.pipeline.model, lora=None)
+            reference = frozen_models().get(context.inputs["model"], frozen)
     recipe = thoughts(
         policy,
         environment,
         settings,
         context.seed,
+        reference=reference,
         heldout=validation,
         record=record_all(RecentRollouts(context.folder / RECENT_ROLLOUTS), failed),
         process_group=context.process_group,
@@ -111,24 +118,9 @@ def _examine(
     context: StageContext, trainer: ThoughtsTrainer, policy: Policy, requests: list[EpisodeRequest]
 ) -> ThoughtVerdict:
     """Controls on the requested held-out episodes."""
-    from rl_core.thoughts.controls import measure_gains
+    from rl_core.thoughts.training_check import examine
 
-    settings: ThoughtsSettings = context.settings
-    examine = functools.partial(
-        measure_gains,
-        policy.model,
-        trainer.reader,
-        trainer.heldout_episodes(requests),
-        kind=settings.reward,
-        clip=settings.gain_clip,
-        filler_id=policy.renderer.action_ids(FILLER)[0],
-        pad_id=policy.renderer.pad_id,
-        seed=context.seed,
-        max_tokens=settings.micro_batch_tokens,
-    )
-    return judge_thoughts(
-        trainer.optimizer_step.sharded.with_full_weights_independent(examine),
-        min_dependence=settings.min_dependence,
-        bootstrap_samples=settings.bootstrap_samples,
-        seed=context.seed,
-    )
+    return examine(
+        policy.model, trainer.reader, policy.renderer, trainer.optimizer_step, trainer.heldout_episodes(requests),
+        context.settings, pad_id=policy.renderer.pad_id, seed=context.seed,
+    )  # fmt: skip

@@ -24,6 +24,8 @@ MAY_DIFFER = {
     "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
     "lock files": "the process that held the lock last and was killed; whether it is held is looked at",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
+    "metrics_history.jsonl": "lines of the moments at which the history of metrics was exported",
+    "stage.log": "what a stage said, with times",
 }
 
 TIMED_METRICS = re.compile(r"(perf|system|pipeline|seconds)/.*|.*tokens_per_second|.*seconds")
@@ -33,7 +35,7 @@ TIMED_TAGS = re.compile(
     r"|mlflow\.user|seconds|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
 )
 DATABASE = Path("mlflow", "mlflow.db")
-NOTES = ("recent_rollouts.jsonl", "decisions.jsonl")
+NOTES = ("metrics_history.jsonl", "recent_rollouts.jsonl", "decisions.jsonl", "stage.log")
 TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
 LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
 STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
@@ -98,8 +100,8 @@ def _without_times(value: Any, file: str) -> Any:
 
 
 _TIMED_FILES = {
-    "summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "report.html", "evaluation.json",
-    "analysis.json", "analysis.csv", "review.md", "review/report.html",
+    "summary.json", "metrics.jsonl", "metrics_history.json", "metrics_history.jsonl", "recent_rollouts.jsonl",
+    "report.html", "evaluation.json", "analysis.json", "analysis.csv", "review.md", "stage.log", "review/report.html",
 }  # fmt: skip
 
 
@@ -215,7 +217,7 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
         name = "artifact: " + "/".join(parts)
         while name in found:  # of a second model of the same run
             name += "'"
-        is_timed = path.name == "MLmodel" or path.name.endswith(TIMED_ENDINGS)
+        is_timed = path.name in ("MLmodel", *NOTES) or path.name.endswith(TIMED_ENDINGS)
         found[name] = "there" if is_timed else _comparable(path)
     return found
 

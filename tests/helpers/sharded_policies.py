@@ -65,6 +65,12 @@ def with_other_backend(trainer):
     return trainer
 
 
+def with_own_reference(trainer):
+    """The reference of the KL is the policy without its adapters."""
+    trainer.reference = trainer.model
+    return trainer
+
+
 def inner_rewards():
     return RewardOrchestrator({"task": 1.0, "curiosity": 0.3, "coherence": 0.2})
 
@@ -126,6 +132,18 @@ def scenarios(process_group, folder, numbers):
             )
         ),
     )
+    yield (
+        "thoughts adapters",
+        lambda: run(
+            with_own_reference(
+                thinkers.make_trainer(
+                    renderer, add_adapter(thinkers.teach(renderer), lora), process_group=process_group,
+                    episodes_per_iteration=5, kl_coef=0.5, check_every_episodes=8, baseline_layers=2, baseline_width=8,
+                    bootstrap_samples=100, advantages="returns", reference=model_of(0), learning_rate=2e-2,
+                )
+            )
+        ),
+    )  # fmt: skip
     stateful = {
         "algorithm": "ppo", "critic": CriticSettings(kind="separate"), "replay": ReplaySettings(), "kl_coef": 0.1,
         "importance": "vtrace", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,

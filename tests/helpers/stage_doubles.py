@@ -17,10 +17,20 @@ class Tracker:
     run_id, seconds = "r", 1.5
 
     def __init__(self):
-        self.closed, self.tags, self.metrics = [], {}, []
+        self.artifacts, self.datasets = [], []
+        self.closed, self.tags, self.metrics, self.texts, self.on_progress = [], {}, [], {}, []
 
     def log_dict(self, value, name):
         pass
+
+    def log_artifact(self, path, folder=""):
+        self.artifacts.append((folder, path.name))
+
+    def log_dataset(self, path, digest, name, context="training", *, profile=None):
+        self.datasets.append((path, digest, name, context, profile))
+
+    def log_text(self, text, name):
+        self.texts[name] = text
 
     def log_metrics(self, metrics, step):
         self.metrics.append((step, dict(metrics)))
@@ -29,7 +39,8 @@ class Tracker:
         self.tags[name] = value
 
     def progress(self, done, total, message=""):
-        pass
+        for tell in self.on_progress:
+            tell(done, total, message)
 
     def close(self, status, timeout_s=30.0):
         self.closed.append(status)

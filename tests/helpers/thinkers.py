@@ -73,7 +73,7 @@ def teach(renderer):
     return model
 
 
-def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, backend=None, **options):
+def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, backend=None, reference=None, **options):
     settings = ThoughtsSettings(
         **{
             "iterations": 6,
@@ -88,5 +88,13 @@ def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, backend=None
     backend = backend or make_backend(model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64)
     heldout = [EpisodeRequest(level, seed) for level in Secrets.levels for seed in range(2**30, 2**30 + 4)]
     return ThoughtsTrainer(
-        model, renderer, Secrets(), settings, 3, backend, heldout=heldout, process_group=process_group
+        model,
+        renderer,
+        Secrets(),
+        settings,
+        3,
+        backend,
+        heldout=heldout,
+        process_group=process_group,
+        reference=reference,
     )

@@ -48,6 +48,7 @@ class Recipe(Generic[T]):
         history: Path | None = None,
         callbacks: Sequence[Callback] = (),
         memory: LoopMemory | None = None,
+        after_iteration: Callable[[int], None] | None = None,
     ) -> LoopOutcome:
         """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `training.loop.run_loop`."""
         return loop.run_loop(
@@ -64,4 +65,5 @@ class Recipe(Generic[T]):
             history=history,
             callbacks=callbacks,
             memory=memory,
+            after_iteration=after_iteration,
         )

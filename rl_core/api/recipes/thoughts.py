@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe, Record
@@ -12,16 +13,29 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import ThoughtsSettings
 from rl_core.thoughts.trainer import ThoughtsTrainer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["thoughts"]
 
 
 def thoughts(
-    policy: Policy, environment: Environment, settings: ThoughtsSettings, seed: int, *,
-    heldout: Sequence[EpisodeRequest], record: Record | None = None, process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Recipe[ThoughtsTrainer]:  # fmt: skip
-    """Thoughts before answers, learned by REINFORCE from what they add."""
+    policy: Policy,
+    environment: Environment,
+    settings: ThoughtsSettings,
+    seed: int,
+    *,
+    heldout: Sequence[EpisodeRequest],
+    reference: PreTrainedModel | None = None,
+    record: Record | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[ThoughtsTrainer]:
+    """Thoughts before answers, learned by REINFORCE from what they add.
+
+    reference: frozen model of the KL term, needed where kl_coef > 0; the policy's own = without its adapters.
+    """
     trainer = ThoughtsTrainer(
         policy.model, policy.renderer, environment, settings, seed, policy.backend(),
-        heldout=heldout, record=record, process_group=process_group,
+        heldout=heldout, reference=reference, record=record, process_group=process_group,
     )  # fmt: skip
     return Recipe(trainer, settings.iterations, f"eval/{settings.select_by}")

@@ -18,6 +18,12 @@ def test_stages_and_folders_name_their_models(tmp_path):
     assert found == {"sft": str(first), "policy": str(second), "mine": str(third), "mine'": str(third)}
 
 
+def test_the_model_of_an_epoch_is_named_after_its_stage(tmp_path):
+    place = model(tmp_path / "sft" / "0123456789abcdef" / "epochs" / "12")
+    assert given_models([str(place)]) == {"sft-epoch-12": str(place)}
+    assert given_models([str(model(tmp_path / "own" / "epochs" / "3"))]).keys() == {"3"}
+
+
 def test_registered_models_and_hub_names():
     found = given_models(["models:/demo@champion", "models:/demo/3", "models:/maze/3", "Qwen/Qwen2.5-0.5B"])
     assert found == {

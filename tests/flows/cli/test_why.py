@@ -1,6 +1,7 @@
 """`posttrain why`: why a stage was run or not, and what has changed since."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from helpers.stage_doubles import PipelineRun
@@ -51,6 +52,8 @@ def test_it_tells_what_was_run_and_what_changed(tmp_path):
     ]
     now = explain(settings_of(tmp_path, learning_rate=3e-3), "sft").partition("now:\n")[2]
     assert now.splitlines()[0] == "  sft: settings and code as before"
+    log = Path(now.splitlines()[-1].removeprefix("  log of the newest run: "))
+    assert log.parent.suffix == "" and "sft has finished" in log.read_text()  # in the folder of the finished stage
     other = explain(settings_of(tmp_path, learning_rate=5e-3), "sft").partition("now:\n")[2].splitlines()
     assert other[0] == "  sft: changed"
     assert other[1] in [f"    stages.sft.learning_rate: {old} -> 0.005" for old in (0.001, 0.003)]  # of one second

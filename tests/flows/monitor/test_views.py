@@ -13,6 +13,7 @@ from flows.monitor.charts import Drawn, marks, unit_of
 from flows.monitor.choice import Choice
 from flows.monitor.episodes import Images, episode_files, read_episodes, reward_parts, tool_table
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
+from flows.monitor.present_views import slope
 from flows.monitor.reader import Reader
 from flows.monitor.series import Series
 from flows.monitor.views import TABS, _varies, prefixes, view
@@ -307,3 +308,65 @@ def test_a_resumed_stage_took_the_time_of_all_its_processes(tmp_path):
     found = view(Reader(tmp_path), Choice(), "overview")
     assert texts({block["id"]: block for block in found["blocks"]}["stages"])[1][3] == "30 s"
     assert found["head"]["elapsed"] == 30.0
+
+
+def two_tools(output):
+    """The handmade run with two tools, one of them not called in every iteration, and three parts of the reward."""
+    home = make_run(output)
+    rows = [
+        {"step": step, "time": (START + 60 + step) * 1000, "metrics": {
+            "tool/calls": 1.0, "tool/share/zoom": 1.0 if step % 2 else 0.5, "reward/weighted/task": 0.1 * step,
+            "reward/weighted/tool_use": -0.2, "reward/weighted/my.module.brevity": 0.1,
+            **({} if step % 2 else {"tool/share/scan": 0.5})}}
+        for step in range(6, 10)
+    ]  # fmt: skip
+    path = home / "stages/policy/bbbb.tracking/metrics.jsonl"
+    path.write_text(path.read_text().rpartition("\n")[0] + "\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def test_every_metric_has_its_present_value_mean_and_slope(tmp_path):
+    make_run(tmp_path)
+    rows = {row[0]: row[1:] for row in texts(blocks_of(tmp_path, "curves", window=4)["present"])}
+    # success is 0.2 i in the iterations 1 to 5: the newest 4 have mean 0.7, and rise by 0.2 a step
+    assert rows["train/success_rate"] == ["1.0000", "0.7000", "+0.2", "5"]
+    assert rows["tool/calls"] == ["1.0000", "1.0000", "+0", "5"] and len(rows) == 6
+    assert not [name for name in rows if name.startswith("system/")]
+
+
+@pytest.mark.parametrize(("steps", "values", "window", "found"), [
+    ([1, 2, 3, 4], [5.0, 1.0, 2.0, 6.0], 3, 2.5),  # of 1, 2, 6: (-1 * -2 + 1 * 3) / 2
+    ([0, 10, 20], [0.0, 1.0, 2.0], 10, 0.1),
+    ([7], [1.0], 5, None),
+    ([7, 7], [1.0, 3.0], 5, None),
+    ([], [], 5, None),
+])  # fmt: skip
+def test_slopes_by_hand(steps, values, window, found):
+    series = Series()
+    for step, value in zip(steps, values, strict=True):
+        series.add(step, 0.0, value)
+    assert slope(series, window) == (None if found is None else pytest.approx(found))
+
+
+def test_tools_and_parts_of_the_reward_are_bars(tmp_path):
+    two_tools(tmp_path)
+    tools = blocks_of(tmp_path, "tools", window=4)["tool shares"]
+    # over the iterations 6 to 9: zoom 0.5, 1, 0.5, 1; scan 0.5, none, 0.5, none
+    assert [(item["label"], item["share"], item["text"]) for item in tools["items"]] == [
+        ("zoom", pytest.approx(0.75), "75.0%"), ("scan", pytest.approx(0.25), "25.0%"),
+    ]  # fmt: skip
+    parts = blocks_of(tmp_path, "rewards", window=2)["reward shares"]
+    # newest two: task 0.85, tool_use -0.2, brevity 0.1; of 1.15
+    assert [(item["label"], item["text"]) for item in parts["items"]] == [
+        ("task", "73.9% (0.850)"), ("tool_use", "17.4% (-0.200)"), ("my.module.brevity", "8.7% (0.100)"),
+    ]  # fmt: skip
+    assert len({item["colour"] for item in parts["items"]}) == 3
+
+
+def test_without_shares_in_the_metrics_the_bars_are_those_of_recorded_episodes(tmp_path):
+    make_run(tmp_path)
+    blocks = blocks_of(tmp_path, "tools")
+    assert [(item["label"], item["text"]) for item in blocks["tool shares"]["items"]] == [
+        ("zoom", "75.0%"), ("(no tool understood)", "25.0%"),
+    ]  # fmt: skip
+    assert "reward shares" not in blocks_of(tmp_path, "rewards"), "one part has no shares"

@@ -10,8 +10,10 @@ from flows.runtime.summary import headline, parent_metrics, result_rows, result_
 @pytest.mark.parametrize("name", ["/out[br]put", "/a[/b]", "/a[red]b", "/a\\[b"])
 def test_names_are_printed_as_they_are(name):
     row = {"stage": "sft", "note": f"model of {name}", "cached": False, "seconds": 1.0}
-    lines = [line.rstrip() for line in result_table([row], "", {"output": name}, 80).splitlines()]
+    facts = {"output": name, "logs": f"{name}/stages/*/*/stage.log"}
+    lines = [line.rstrip() for line in result_table([row], "", facts, 80).splitlines()]
     assert f"sft: model of {name}" in lines and f"Files       {name}" in lines
+    assert f"Logs        {name}/stages/*/*/stage.log" in lines
 
 
 @pytest.mark.parametrize(("knows", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])

@@ -49,7 +49,7 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
+POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "thoughts adapters", "whole policy"]
 MORE = ["own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "policy adapters"]
 
 

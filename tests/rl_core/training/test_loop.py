@@ -21,6 +21,7 @@ from torch import nn
 
 from rl_core.data.batches import DataOrder
 from rl_core.errors import CheckpointError, ResumeRefused, SettingsError, Stopped
+from rl_core.readers import read_history
 from rl_core.settings import LoopSettings, OptimizerSettings
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
@@ -586,31 +587,66 @@ def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
     assert run(tmp_path, trainer=build())[1] == expected
 
 
-def test_the_history_of_metrics_is_shown_while_training_and_survives_a_kill(tmp_path):
+def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_path):
     path = tmp_path / "history.json"
-    seconds, sizes = iter(range(0, 10_000, 1)), []
+    lines, seconds, sizes = tmp_path / "history.jsonl", iter(range(0, 10_000, 1)), []
     trainer = ScriptedTrainer([0.1] * 8)
     step = trainer.step
 
     def watched():
-        sizes.append(len(json.loads(path.read_text())["metrics"]["train/loss"]) if path.exists() else 0)
+        sizes.append(lines.stat().st_size if lines.exists() else 0)
+        assert not path.exists(), "written whole once, at the end"
         return step()
 
     trainer.step = watched
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
     run(tmp_path / "a", trainer=trainer, settings=settings, iterations=7, best_metric=None, history=path,
         clock=lambda: 0.5 * next(seconds))  # fmt: skip
-    assert sizes[:2] == [0, 1] and sorted(sizes) == sizes and 1 < sizes[-1] < 6  # not at every step
+    assert sizes[0] == 0 < sizes[1] and sorted(sizes) == sizes and 1 < len(set(sizes)) < 6  # not at every step
     final = json.loads(path.read_text())
     assert final["metrics"]["train/loss"] == [[float(i), 1 / i] for i in range(1, 8)]
     assert final["summary"]["train/loss"]["mean"] == pytest.approx(sum(1 / i for i in range(1, 8)) / 7)
+    told = read_history(lines)
+    assert (told["metrics"]["train/loss"], told["summary"]["train/loss"]) == (
+        final["metrics"]["train/loss"], final["summary"]["train/loss"],
+    )  # fmt: skip
 
     run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=4, best_metric=None)
     other = tmp_path / "other.json"
     run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=7, best_metric=None,
         history=other)  # fmt: skip
     assert json.loads(other.read_text())["metrics"]["train/loss"] == final["metrics"]["train/loss"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "history.json", "other.json"]
+    names = ["a", "b", "history.json", "history.jsonl", "other.json", "other.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
+    """Lines behind the checkpoint and a torn one are cut off; a damaged one is left out; no value is told twice."""
+    settings = LoopSettings(eval_every=3, checkpoint_every=2, history_seconds=0)
+    path, lines = tmp_path / "h.json", tmp_path / "h.jsonl"
+
+    def go(iterations, folder="c", **options):
+        run(tmp_path / folder, trainer=ScriptedTrainer([0.1] * 9), settings=settings, iterations=iterations,
+            best_metric=None, history=options.get("history", path))  # fmt: skip
+
+    faults.configure("loop.step:6:raise")  # five iterations done, the checkpoint is that of the fourth
+    with pytest.raises(InjectedFault):
+        go(8)
+    faults.configure(None)
+    kept = lines.read_bytes()
+    rows = kept.splitlines(keepends=True)
+    assert [json.loads(row)["iteration"] for row in rows] == [1, 2, 3, 3, 4, 5]  # one of the evaluation
+    rows[1] = rows[1].replace(b"train/loss", b"train/lost", 1)
+    lines.write_bytes(b"".join(rows) + kept[:50])
+    go(8)
+    told, whole = read_history(lines), json.loads(path.read_text())
+    steps = [step for step, _ in told["metrics"]["train/loss"]]
+    assert steps == [1, 3, 4, 5, 6, 7, 8], "that of the damaged line is lost here"
+    assert len(whole["metrics"]["train/loss"]) == 8 and told["summary"].keys() == whole["summary"].keys()
+    assert [step for step, _ in told["metrics"]["eval/score"]] == [3, 6, 8]
+    go(8, "d", history=tmp_path / "other.json")
+    undisturbed = read_history(tmp_path / "other.jsonl")["metrics"]["train/loss"]
+    assert [point for point in undisturbed if point[0] != 2] == told["metrics"]["train/loss"]
 
 
 def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
@@ -620,7 +656,7 @@ def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplo
         history=tmp_path / "nowhere" / "history.json",
     )  # fmt: skip
     assert outcome.iterations == 3
-    assert "nowhere/history.json: cannot be written" in caplog.text
+    assert "nowhere/history.jsonl: cannot be written" in caplog.text
 
 
 def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, monkeypatch):

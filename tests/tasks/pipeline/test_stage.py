@@ -97,11 +97,12 @@ def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
 def test_timings_are_no_content():
     def digest(**changes):
         files = {"model/w": "1", "summary.json": "2", "metrics.jsonl": "3", "metrics_history.json": "4",
-                 "recent_rollouts.jsonl": "5", **changes}  # fmt: skip
+                 "recent_rollouts.jsonl": "5", "stage.log": "6", **changes}  # fmt: skip
         return content_digest({"files": {name: {"sha256": value} for name, value in files.items()}})
 
-    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl")
+    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "stage.log")
     assert {digest(**{name: "x"}) for name in timed} == {digest()}
+    assert digest(**{"epochs/1/w": "x"}) == digest() != digest(**{"epochs.json": "x"})  # beside the result
     assert digest(**{"model/w": "x"}) != digest() != digest(**{"trajectories_policy.jsonl": "x"})
 
 
@@ -131,6 +132,7 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
         "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
         "history": tmp_path / "metrics_history.json", "allow_drift": False, "callbacks": (), "memory": None,
+        "after_iteration": None,
     }  # fmt: skip
 
 
@@ -182,7 +184,9 @@ def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
     assert (result.path / "metrics.jsonl").read_bytes() == lines[1] + lines[3]
     assert result.summary["damaged_lines"] == {"metrics.jsonl": 2, "rewards.jsonl": 1}
     assert pipeline_run.trackers[0].tags["damaged_lines"] == "metrics.jsonl: 2, rewards.jsonl: 1"
-    assert sorted(path.name for path in result.path.iterdir())[1:] == ["metrics.jsonl", "rewards.jsonl", "summary.json"]
+    assert sorted(path.name for path in result.path.iterdir())[1:] == [
+        "metrics.jsonl", "rewards.jsonl", "stage.log", "summary.json",
+    ]  # fmt: skip
 
 
 def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
@@ -261,15 +265,31 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, 
 
 def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
     """The resumed process plays none, so it could not write the file again; without checkpoints it will."""
-    for name in ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    names = ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST", "epochs/2/config.json",
+             "epochs/.tmp-3@elsewhere-7.0/3/config.json")  # fmt: skip
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("{}")
     keep_checkpoints(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "recent_rollouts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "epochs", "recent_rollouts.jsonl"]
+    assert [path.name for path in (tmp_path / "epochs").iterdir()] == ["2"]
     (tmp_path / "checkpoints" / "LATEST").unlink()
     (tmp_path / "checkpoints").rmdir()
     keep_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_models_of_epochs_are_named_and_do_not_count_for_the_digest(tmp_path):
+    def body(context, epochs=()):
+        for name in ("words", *epochs):
+            (context.folder / name).mkdir(parents=True)
+            (context.folder / name / "weights").write_text("w")
+        return {}
+
+    plain = play(PipelineRun(tmp_path / "plain"), body)
+    kept = play(PipelineRun(tmp_path / "kept"), lambda context: body(context, ("epochs/10", "epochs/9")))
+    assert kept.digest == plain.digest and "epochs" not in plain.summary
+    assert kept.summary["epochs"] == [9, 10] and (kept.path / "epochs/9/weights").is_file()
 
 
 def test_lack_of_memory_outside_of_training_is_counted(tmp_path):

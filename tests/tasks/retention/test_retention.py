@@ -14,7 +14,7 @@ from rl_core.errors import DataError
 from rl_core.storage.folder_removal import remove_folder
 from rl_core.storage.folders import seal_folder
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.manifest import read_manifest
+from rl_core.storage.manifest import digest_folder, read_manifest
 from tasks.pipeline.result import content_digest
 from tasks.retention.graph import model_digest
 from tasks.retention.plan import make_plan
@@ -85,7 +85,7 @@ class Pipeline:
                   **{f"input.{n}": digest for n, digest in inputs.items()}},
         )  # fmt: skip
         work = folder.with_name(f"{key}.open")
-        (work / "model").mkdir(parents=True)
+        (work / "model").mkdir(parents=True, exist_ok=True)
         (work / "model" / "model.safetensors").write_bytes(key.encode() * (SIZE // 16) + b"x" * (SIZE % 16))
         if finish:
             (work / "summary.json").write_text(json.dumps({"run_id": delivered_run_id(run)}))
@@ -165,6 +165,20 @@ def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
     assert names == {f"{pipeline.name} · 2026-01-04 10:00:00", "policy"} and len(plan.runs) == 2
     assert versions == set()
     assert plan.kept_versions == [f"{pipeline.name}/1"]
+
+
+def test_a_run_that_began_with_the_model_of_an_epoch_keeps_the_stage_that_has_it(pipeline):
+    names = []
+    for letter in "ab":
+        work = pipeline.home / "stages" / "sft" / f"{letter * 16}.open" / "epochs" / "2"
+        work.mkdir(parents=True)
+        (work / "model.safetensors").write_text(letter)
+        (work / "manifest.json").write_text("{}")
+        pipeline.run(("sft", letter, {"data": "0" * 16}))
+        names.append(digest_folder(pipeline.home / "stages" / "sft" / (letter * 16) / "epochs" / "2")[:16])
+    pipeline.run(("policy", "c", {"model": names[0]}))
+    _, stages, _, _ = pipeline.gone(keep=1)
+    assert stages == {key("sft", "b")}
 
 
 def test_without_a_champion_only_the_newest_stay(pipeline):

@@ -1,13 +1,15 @@
 """Preference pairs of a stage: no question is on both sides."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from rl_core.data.pairs import Pair
+from rl_core.data.records import read_preferences
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.prompts import Prompts
-from rl_core.errors import DataError
+from rl_core.errors import DataError, RecordsError
 from rl_core.settings import PreferenceSettings
 from rl_core.types import Rollout, RolloutGroup, StopReason, Trajectory
 from tasks.stages import preference_pairs
@@ -40,7 +42,8 @@ def collected(environment, backend, renderer, requests, *, group_size, **others)
 def pairs_of(monkeypatch, tmp_path):
     def pairs(environment, num_pairs, seed=0, loss="dpo", collect=collected):
         monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
-        policy = SimpleNamespace(backend=lambda: None, renderer=None)
+        tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        policy = SimpleNamespace(backend=lambda: None, renderer=None, tokenizer=tokenizer)
         monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
         monkeypatch.setattr(preference_pairs, "collect", collect)
         context = SimpleNamespace(
@@ -68,6 +71,22 @@ def test_no_question_is_on_both_sides(pairs_of):
     again = pairs_of(environment, 1600)
     assert (again.train, again.heldout) == (found.train, found.heldout)
     assert questions(pairs_of(environment, 1600, seed=1).heldout) != heldout
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_pairs_are_left_as_texts(pairs_of, tmp_path, loss):
+    found = pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 100, loss=loss)
+    for name, part in (("train", found.train), ("heldout", found.heldout)):
+        rows = [json.loads(line) for line in (tmp_path / f"pairs_{name}.jsonl").read_text().splitlines()]
+        assert len(rows) == len(part)
+        for row, pair in zip(rows, part, strict=True):
+            assert row.pop("prompt_text") == "".join(map(chr, pair.chosen.prompt_ids))
+            if loss == "kto":
+                assert row == {"completion_text": chr(pair.chosen.completion_ids[0]), "label": pair.desirable}
+            else:  # samples 0 and 2 succeed
+                assert row["chosen_text"] in "\1\3" and row["rejected_text"] in "\2\4" and len(row) == 2
+    with pytest.raises(RecordsError):  # tokens would not be the sampled ones: not to be trained on by mistake
+        read_preferences(tmp_path / "pairs_train.jsonl")
 
 
 def test_rows_that_are_drawn_again_stay_on_their_side(pairs_of):

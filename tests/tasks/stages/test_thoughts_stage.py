@@ -127,6 +127,20 @@ def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch)
     assert (tmp_path / "model" / "adapter").is_dir()
 
 
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
+def test_the_kl_refers_to_the_stage_s_model(base, tmp_path, monkeypatch, model):
+    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
+    settings = dataclasses.replace(
+        SETTINGS, kl_coef=0.1, learning_rate=1e-2, warmup_steps=0, check_every_episodes=8, stop_when_genuine=True
+    )
+    context = context_of(base, tmp_path, settings, **model)
+    summary = thoughts._body(context)
+    found = [row["policy/ref_kl"] for row in context.tracker.rows if "policy/ref_kl" in row]
+    assert abs(found[0]) < 1e-6 < found[1]
+    assert [row["thoughts/check_genuine"] for row in context.tracker.rows if "thoughts/check_genuine" in row] == [1.0]
+    assert summary["stop_reason"].startswith("thoughts are genuine on the validation episodes, after 8")
+
+
 def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(base, tmp_path):
     few = dataclasses.replace(SETTINGS, validation_episodes=30, check_episodes=30)
     environment = make("reckoning")
