@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         RewardModelSettings,
         RewardSettings,
         RollbackSettings,
+        RolloutSettings,
         SamplingSettings,
         ServiceEngineSettings,
         ServiceServerSettings,
@@ -191,6 +192,7 @@ __all__ = [
     "RewardSettings",
     "RewardSource",
     "RollbackSettings",
+    "RolloutSettings",
     "Rollout",
     "RolloutGroup",
     "RowSource",
@@ -295,7 +297,7 @@ _HOME = {
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
         "PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
-        "SFTSettings "
+        "RolloutSettings SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.settings import PolicySettings, SamplingSettings, ThoughtsSettings
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from rl_core.rollout_workers.team import RolloutTeam
 
 __all__ = ["RolloutRecord", "RolloutTrainer"]
 
@@ -65,6 +68,7 @@ class RolloutTrainer(ABC):
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailures(max_failed_share)  # of the environment
+        self.team: RolloutTeam | None = None  # workers that play in place of this process
 
     def keep_failures(self, keep: Keep) -> None:
         """Have failed episodes kept for people."""
@@ -112,8 +116,14 @@ class RolloutTrainer(ABC):
         Args:
             purpose: with the trainer's seed it determines the random numbers of the sampling.
         """
-        self.backend.refresh()
         self.failures.iteration = self.iteration
+        if self.team is not None:
+            groups = self.team.play(
+                requests, group_size=group_size, sampling=sampling, seed=sequence_seed(self.seed, *purpose),
+                policy_version=self.optimizer_step.num_steps, failures=self.failures,
+            )  # fmt: skip
+            return [group for group in groups if group.rollouts]
+        self.backend.refresh()
 
         def play() -> list[RolloutGroup]:
             return collect(

@@ -16,7 +16,7 @@ from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import validation_episodes
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.loading import environment_factory, load_policy, make_environment
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
@@ -75,8 +75,11 @@ def _body(context: StageContext) -> dict[str, Any]:
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
         ),
         process_group=context.process_group,
+        make_environment=environment_factory(context.pipeline, data),
     )
     trainer = recipe.trainer
+    if trainer.team is not None:
+        trainer.team.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
     trainer.keep_failures(keeper(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rl_core.rollout_workers.team import RolloutTeam
 
 __all__ = ["distillation", "policy_gradient"]
 
@@ -36,6 +39,7 @@ def policy_gradient(
     process_group: ProcessGroup = SINGLE_PROCESS,
     teacher: Teacher | None = None,
     own: Mapping[str, Callable[..., Any]] | None = None,
+    make_environment: Callable[[], Environment] | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
 
@@ -46,6 +50,7 @@ def policy_gradient(
         best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
         teacher: see `distillation`.
         own: as in `PolicyGradientTrainer`.
+        make_environment: makes the environment anew, in rollout workers; None = `environment` itself is sent to them.
     """
     rewards = RewardOrchestrator(
         settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
@@ -66,7 +71,30 @@ def policy_gradient(
         teacher=teacher,
         own=own,
     )
-    return Recipe(trainer, settings.iterations, best_metric if settings.patience is not None else None)
+    best = best_metric if settings.patience is not None else None
+    if settings.rollouts.workers == "in_process":
+        return Recipe(trainer, settings.iterations, best)
+    trainer.team = _team(policy, trainer, make_environment or functools.partial(_same, environment))
+    return Recipe(trainer, settings.iterations, best, close=trainer.team.close)
+
+
+def _team(
+    policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
+) -> RolloutTeam:
+    """Workers for a trainer; they are started by its first rollouts."""
+    from rl_core.rollout_workers.ray_cluster import RayCluster
+    from rl_core.rollout_workers.team import RolloutTeam, TeamParts
+
+    parts = TeamParts(
+        policy.model, trainer.backend, policy.renderer, make_environment, list(policy.renderer.eos_ids),
+        policy.renderer.pad_id, is_exact=not trainer.optimizer_step.computes_in_bfloat16,
+    )  # fmt: skip
+    return RolloutTeam(trainer.settings.rollouts, RayCluster(trainer.settings.rollouts), parts)
+
+
+def _same(environment: Environment) -> Environment:
+    """An environment that was sent as it is."""
+    return environment
 
 
 def distillation(

@@ -178,6 +178,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
         }
+        if self.team is not None:
+            metrics |= self.team.metrics()
         self.iteration += 1
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere
         metrics = self.process_group.on_rank_zero(functools.partial(dict, metrics))

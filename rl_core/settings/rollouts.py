@@ -1,0 +1,76 @@
+"""Settings of the processes that play a policy's rollouts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+from rl_core.settings.base import Settings, setting
+
+__all__ = ["RolloutSettings", "check_ray", "decisive_rollouts"]
+
+RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
+_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings(Settings):
+    """Where rollouts are played: in the trainer's process, or by workers beside it (docs/scale-out.md)."""
+
+    workers: Literal["in_process", "ray"] = setting(
+        "in_process",
+        doc="ray: actors, each with its own engine and environments (extra `ray`); with max_staleness 0 the numbers "
+        "are those of in_process, to the last bit",
+    )
+    count: int = setting(1, ge=1, le=1024, doc="actors")
+    max_staleness: int = setting(
+        0,
+        ge=0,
+        le=64,
+        doc="weight updates by which the oldest token of a rollout may lag behind the weights that learn from it; 0 = "
+        "rollouts and updates take turns; above 0 rollouts go on during updates, which needs `importance`",
+    )
+    partial: Literal["keep", "drop"] = setting(
+        "keep",
+        doc="rollouts that are being played when new weights arrive (max_staleness above 0): go on under them, each "
+        "token with its own policy version, or begin anew",
+    )
+    address: str | None = setting(
+        None,
+        doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone",
+    )
+
+    def check(self) -> None:
+        """Settings of the workers need workers."""
+        if self.address is not None and not _ADDRESS.fullmatch(self.address):
+            raise SettingsError(f"address: {self.address!r} must be host:port of a Ray cluster's head, or auto")
+        if self.workers != "in_process":
+            return
+        for name, value in (("count", self.count != 1), ("address", self.address is not None)):
+            if value:
+                raise SettingsError(
+                    f"{name}: {getattr(self, name)!r} is of workers, and there are none in_process; set workers: ray"
+                )
+        if self.max_staleness:
+            raise SettingsError(
+                f"max_staleness: {self.max_staleness} needs rollouts beside the updates; set workers: ray, or 0"
+            )
+
+
+def check_ray() -> None:
+    """Raises: SettingsError where Ray is not installed; nothing is imported."""
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            f"workers: ray needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
+            "constraints.txt, or set workers: in_process"
+        )
+
+
+def decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
+    """The part of these settings, as plain values, that decides numbers: where rollouts are played does not."""
+    if not settings.get("max_staleness"):
+        return {}
+    return {name: settings[name] for name in ("max_staleness", "partial")}
