@@ -66,6 +66,10 @@ class Engine:
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 
+    def keep_apart(self) -> None:
+        """Make a sequence's numbers independent of the others, to the last bit where the step is compiled code."""
+        self._decoder.prefills_by_length = True
+
     def refresh(self) -> None:
         """Weights are read where the model keeps them, so there is nothing to copy."""
 

@@ -78,7 +78,11 @@ class PromptCache:
         for prompt in wanted:
             by_adapter.setdefault(prompt.adapter, []).append(prompt)
         for adapter, some in by_adapter.items():
-            self._prefill_all(some, adapter)
+            if self._decoder.prefills_by_length:
+                for length in dict.fromkeys(len(prompt.ids) for prompt in some):
+                    self._prefill_all([prompt for prompt in some if len(prompt.ids) == length], adapter)
+            else:
+                self._prefill_all(some, adapter)
 
     def _prefill_all(self, missing: Sequence[AdaptedPrompt], adapter: int) -> None:
         """Prefill prompts of one adapter, in batches."""

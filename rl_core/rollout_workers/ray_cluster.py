@@ -40,9 +40,9 @@ def check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise SettingsError(
-            f"address: no Ray cluster answers at {address} within {CONNECT_S:g} s ({error}); start one with `ray start "
+            f"rollouts.address: no Ray cluster answers at {address} within {CONNECT_S:g} s ({error}); start one with `ray start "
             "--head`, or leave the address out"
         ) from error
 

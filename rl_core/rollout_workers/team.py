@@ -16,7 +16,7 @@ from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, Worke
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerCluster, WorkerLost
-from rl_core.rollout_workers.probe import Probe, ProbeAnswer, check_answers, check_trainer, play_probe
+from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, check_answers, check_trainer, play_probe
 from rl_core.rollout_workers.weights import WeightUpdate, all_weights, digest_of, digests, pack, skeleton
 from rl_core.rollout_workers.worker import PlayedTask, PlayTask, TransferReport, WorkerSpec, runtime_versions
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, plan_groups, settle_failures
@@ -268,4 +268,3 @@ def _cut(count: int, workers: int) -> list[list[int]]:
     tasks = min(count, workers * TASKS_EACH if workers > 1 else 1)
     edges = [count * place // tasks for place in range(tasks + 1)] if tasks else []
     return [list(range(begin, end)) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
-

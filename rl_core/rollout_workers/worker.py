@@ -13,9 +13,9 @@ import torch
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import Engine, make_backend
 from rl_core.models.trainable_weights import trainable_weights
-from rl_core.rollout_workers.probe import Probe, ProbeAnswer, play_probe
+from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, play_probe
 from rl_core.rollout_workers.weights import PackedTensor, WeightUpdate, digest_of, digests, restore
 from rl_core.rollouts.collect import GroupPlan, Renderer, play_groups, with_native_tools
 from rl_core.settings import SamplingSettings
@@ -105,6 +105,8 @@ class RolloutWorker:
         self.backend = make_backend(
             self.model, eos_ids=spec.eos_ids, pad_id=spec.pad_id, max_length=spec.max_length
         )  # fmt: skip
+        if isinstance(self.backend, Engine):
+            self.backend.keep_apart()
         self.version = -1
 
     def load(self, update: WeightUpdate, probe: Probe) -> TransferReport:

@@ -23,9 +23,14 @@ class RolloutSettings(Settings):
     workers: Literal["in_process", "ray"] = setting(
         "in_process",
         doc="ray: actors, each with its own engine and environments (extra `ray`); with max_staleness 0 the numbers "
-        "are those of in_process, to the last bit",
+        "are those of in_process with `independent`",
     )
     count: int = setting(1, ge=1, le=1024, doc="actors")
+    independent: bool = setting(
+        False,
+        doc="prompts of different lengths are read in separate passes, so that a rollout's numbers depend on no other "
+        "one; workers always do",
+    )
     max_staleness: int = setting(
         0,
         ge=0,
@@ -64,13 +69,16 @@ def check_ray() -> None:
     """Raises: SettingsError where Ray is not installed; nothing is imported."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
-            f"workers: ray needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
+            f"rollouts.workers: ray needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
             "constraints.txt, or set workers: in_process"
         )
 
 
 def decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
     """The part of these settings, as plain values, that decides numbers: where rollouts are played does not."""
-    if not settings.get("max_staleness"):
-        return {}
-    return {name: settings[name] for name in ("max_staleness", "partial")}
+    kept: dict[str, Any] = {}
+    if settings["independent"] or settings["workers"] != "in_process":
+        kept["independent"] = True
+    if settings["max_staleness"]:
+        kept |= {name: settings[name] for name in ("max_staleness", "partial")}
+    return kept

@@ -10,6 +10,7 @@ from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe, Record
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.inference.engine import Engine
 from rl_core.inference.teacher import Teacher
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
@@ -72,15 +73,15 @@ def policy_gradient(
         own=own,
     )
     best = best_metric if settings.patience is not None else None
+    if settings.rollouts.independent and isinstance(trainer.backend, Engine):
+        trainer.backend.keep_apart()
     if settings.rollouts.workers == "in_process":
         return Recipe(trainer, settings.iterations, best)
     trainer.team = _team(policy, trainer, make_environment or functools.partial(_same, environment))
     return Recipe(trainer, settings.iterations, best, close=trainer.team.close)
 
 
-def _team(
-    policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
-) -> RolloutTeam:
+def _team(policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]) -> RolloutTeam:
     """Workers for a trainer; they are started by its first rollouts."""
     from rl_core.rollout_workers.ray_cluster import RayCluster
     from rl_core.rollout_workers.team import RolloutTeam, TeamParts

@@ -50,7 +50,9 @@ def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer)
     try:
         first, _ = bits(trainer, 3)
         assert signal.getsignal(signal.SIGTERM) is handler
-        pid = cluster._ray.get(cluster._handles[0].answer.remote("load", trainer.team._whole(), trainer.team._probe)).pid
+        pid = cluster._ray.get(
+            cluster._handles[0].answer.remote("load", trainer.team._whole(), trainer.team._probe)
+        ).pid
         threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
         rest, last = bits(trainer, 3)
         assert (first + rest, last) == alone

@@ -22,7 +22,9 @@ def tokenizer():
 
 STAGES = (
     CurriculumStage(
-        name="one", levels={"low": 1.0}, exit_conditions=(ExitCondition(metric="reward/mean", comparison=">", threshold=-1.0, window=1),)
+        name="one",
+        levels={"low": 1.0},
+        exit_conditions=(ExitCondition(metric="reward/mean", comparison=">", threshold=-1.0, window=1),),
     ),
     CurriculumStage(name="two", levels={"low": 1.0, "high": 2.0}, temperature=0.7),
 )
@@ -64,9 +66,11 @@ def test_tools_of_several_turns_and_prompts_of_different_length(tokenizer):
         sampling = SamplingSettings(max_completion_tokens=60, max_turns=3, temperature=1.1)
         environment = make("arithmetic")
         environment.blocking = True
-        return letters_trainer(
+        made = letters_trainer(
             words, environment, model=compiled_model(words, 200), sampling=sampling, curriculum=(), context=200
         )
+        made.backend.keep_apart()
+        return made
 
     alone = bits(trainer(), 2)
     assert any(len(json["turns"]) > 1 for _, rollouts in alone[0] for _, _, json in rollouts)
