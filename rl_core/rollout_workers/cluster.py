@@ -24,8 +24,8 @@ class WorkerCluster(Protocol):
     def share(self, value: Any) -> Any:
         """Put a value where all workers can read it, once for each machine; it lives as long as the result."""
 
-    def start(self, spec: Any, base: Any) -> Any:
-        """Start a worker (`worker.RolloutWorker`) from shared values; its first call reports what failed."""
+    def start(self, spec: Any, base: Any, *, is_live: bool) -> Any:
+        """Start a worker (`RolloutWorker`, or `LiveWorker`) from shared values; its first call reports what failed."""
 
     def call(self, worker: Any, method: str, *arguments: Any) -> Any:
         """Ask a worker for a method; shared values among the arguments arrive as what they hold."""

@@ -119,16 +119,14 @@ class RayCluster:
         """An object of the store, of which each machine has one copy."""
         return self._ray.put(value)
 
-    def start(self, spec: Any, base: Any) -> Any:
+    def start(self, spec: Any, base: Any, *, is_live: bool) -> Any:
         """A new actor."""
-        from rl_core.rollout_workers.worker import RolloutWorker
-
         is_remote = self._settings.address is not None
         actor = self._ray.remote(
             num_cpus=1, num_gpus=_gpu_share(self._settings.count), max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD" if is_remote else "DEFAULT",
         )(_Actor)  # fmt: skip
-        handle = actor.remote(RolloutWorker.__module__, spec, base)
+        handle = actor.remote(is_live, spec, base)
         self._handles.append(handle)
         return handle
 
@@ -177,12 +175,15 @@ class RayCluster:
 
 
 class _Actor:
-    """The actor: imports the worker's module, and passes calls on."""
+    """The actor: imports the worker, and passes calls on."""
 
-    def __init__(self, module: str, spec: Any, base: Any) -> None:
+    def __init__(self, is_live: bool, spec: Any, base: Any) -> None:
         self._error: Exception | None = None
         try:
-            self._worker = importlib.import_module(module).RolloutWorker(spec, base)
+            from rl_core.rollout_workers.live_worker import LiveWorker
+            from rl_core.rollout_workers.worker import RolloutWorker
+
+            self._worker = (LiveWorker if is_live else RolloutWorker)(spec, base)
         except Exception as error:  # told by the first call, as a value: Ray would wrap it into a page of text
             self._error = error
 

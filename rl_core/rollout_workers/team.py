@@ -150,21 +150,25 @@ class RolloutTeam:
 
     def send_weights(self, sampling: SamplingSettings) -> None:
         """Give every worker the present weights, of which only changed tensors travel, and verify that it has them."""
-        weights = trainable_weights(self.parts.model)
-        found = digests(weights)
+        found = digests(trainable_weights(self.parts.model))
         if self._update is not None and found == self._sent:
             return
         with span("weight_sync"):
-            changed = {name: weights[name] for name, digest in found.items() if self._sent.get(name) != digest}
-            number = 0 if self._update is None else self._update.number + 1
-            self._update = WeightUpdate(number, pack(changed), digest_of(found))
-            self.sent_bytes = self._update.num_bytes
-            self._sent = found
-            self._ask_own(sampling)
+            update = self._next_update(found, 0 if self._update is None else self._update.number + 1, sampling)
             if not self._seats:
                 self._start_all()
             else:
-                self._load(self._seats, self._update)
+                self._load(self._seats, update)
+
+    def _next_update(self, found: dict[str, str], number: int, sampling: SamplingSettings) -> WeightUpdate:
+        """The present weights as a version, of which the digests are `found`; asks the trainer's own sampler."""
+        weights = trainable_weights(self.parts.model)
+        changed = {name: weights[name] for name, digest in found.items() if self._sent.get(name) != digest}
+        self._update = WeightUpdate(number, pack(changed), digest_of(found))
+        self.sent_bytes = self._update.num_bytes
+        self._sent = found
+        self._ask_own(sampling)
+        return self._update
 
     def _ask_own(self, sampling: SamplingSettings) -> None:
         """The probe's answers of the trainer's own sampler, which its forward pass has to agree with."""
@@ -189,14 +193,19 @@ class RolloutTeam:
 
     def _verify(self, seat: _Seat, report: TransferReport) -> None:
         """Raises: SamplerMismatch where the worker has other weights, or samples from others."""
-        assert self._update is not None
+        expected, answers = self._expected(report.number)
         who = f"rollout worker {seat.number} (process {report.pid})"
-        if report.digest != self._update.digest:
+        if report.digest != expected:
             raise SamplerMismatch(
-                f"{who}: after weight update {self._update.number} its weights have the digest {report.digest[:12]}, "
-                f"the trainer's {self._update.digest[:12]}: the transfer did not arrive. None of its rollouts is used"
+                f"{who}: after weight update {report.number} its weights have the digest {report.digest[:12]}, "
+                f"the trainer's {expected[:12]}: the transfer did not arrive. None of its rollouts is used"
             )
-        check_answers(who, self._answers, report.answers, self.parts.bound)
+        check_answers(who, answers, report.answers, self.parts.bound)
+
+    def _expected(self, number: int) -> tuple[str, list[ProbeAnswer]]:
+        """Digest and probe's answers of a version."""
+        assert self._update is not None and self._update.number == number
+        return self._update.digest, self._answers
 
     # Workers
 
@@ -206,8 +215,12 @@ class RolloutTeam:
         num_bytes = sum(packed.data.nbytes for packed in base.values())
         self.cluster.open(num_bytes + _VERSIONS_HELD * (self._update.num_bytes if self._update is not None else 0))
         self._shared = (self._share_spec(), self.cluster.share(base))
-        self._seats = [_Seat(number, self.cluster.start(*self._shared)) for number in range(self.settings.count)]
+        self._seats = [_Seat(number, self._start_worker()) for number in range(self.settings.count)]
         self._load(self._seats, self._whole())
+
+    def _start_worker(self) -> Any:
+        assert self._shared is not None
+        return self.cluster.start(*self._shared, is_live=self.settings.max_staleness > 0)
 
     def _share_spec(self) -> Any:
         parts = self.parts
@@ -244,8 +257,7 @@ class RolloutTeam:
                 f"rollout worker {seat.number} was lost {seat.losses} times within one iteration, the last time: {how}. "
                 "Look at the memory of its machine and at what the environment does; the same command resumes"
             )
-        assert self._shared is not None
-        seat.worker = self.cluster.start(*self._shared)
+        seat.worker = self._start_worker()
         self._load([seat], self._whole())
 
     def metrics(self) -> dict[str, float]:

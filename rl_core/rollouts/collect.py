@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+AnySequence = TypeVar("AnySequence", bound=EpisodeSequence)
 
 
 def collect(
@@ -145,12 +148,13 @@ def make_group(
     pool: StepPool | None,
     seed: int,
     on_failure: Callable[[FailedEpisode], None],
-) -> list[EpisodeSequence]:
+    kind: type[AnySequence] = EpisodeSequence,  # type: ignore[assignment]
+) -> list[AnySequence]:
     """The sequences of one group, each with random numbers of its own."""
     made = []
     for sample in range(group_size):
         key = sequence_seed(seed, environment.name, plan.request.level, plan.request.seed, plan.first + sample)
-        made.append(EpisodeSequence(environment, renderer, plan.request, sampling, pool, key, sample, on_failure))
+        made.append(kind(environment, renderer, plan.request, sampling, pool, key, sample, on_failure))
     return made
 
 

@@ -48,10 +48,18 @@ class RolloutSettings(Settings):
         doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone",
     )
 
+    replay_schedule: str | None = setting(
+        None,
+        doc="schedule.jsonl of a run with max_staleness above 0 (`posttrain run --replay-schedule`): learn from the same "
+        "tokens again, bit for bit, in this process, whatever `workers` says",
+    )
+
     def check(self) -> None:
         """Settings of the workers need workers."""
         if self.address is not None and not _ADDRESS.fullmatch(self.address):
             raise SettingsError(f"address: {self.address!r} must be host:port of a Ray cluster's head, or auto")
+        if self.replay_schedule is not None and not self.max_staleness:
+            raise SettingsError("replay_schedule: is of a run with max_staleness above 0; set that run's max_staleness")
         if self.workers != "in_process":
             return
         for name, value in (("count", self.count != 1), ("address", self.address is not None)):
@@ -80,5 +88,5 @@ def decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["independent"] or settings["workers"] != "in_process":
         kept["independent"] = True
     if settings["max_staleness"]:
-        kept |= {name: settings[name] for name in ("max_staleness", "partial")}
+        kept |= {name: settings[name] for name in ("max_staleness", "partial", "replay_schedule")}
     return kept

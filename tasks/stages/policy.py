@@ -78,8 +78,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         make_environment=environment_factory(context.pipeline, data),
     )
     trainer = recipe.trainer
-    if trainer.team is not None:
-        trainer.team.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
+    _watch_workers(context, trainer)
     trainer.keep_failures(keeper(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
@@ -111,6 +110,15 @@ def _body(context: StageContext) -> dict[str, Any]:
         "note": f"{outcome.ended}; "
         f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
+
+
+def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
+    """Have lost workers told to the tracker, and the schedule of asynchronous rollouts kept."""
+    if isinstance(trainer.team or trainer.stream, RolloutTeam):
+        workers = trainer.team or trainer.stream
+        workers.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
+    if isinstance(trainer.stream, RolloutStream):
+        trainer.stream.schedule = context.folder / SCHEDULE
 
 
 def evaluator(

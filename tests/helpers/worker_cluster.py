@@ -8,6 +8,7 @@ from helpers.letters import make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.rollout_workers.cluster import WorkerLost
+from rl_core.rollout_workers.live_worker import LiveWorker
 from rl_core.rollout_workers.team import RolloutTeam, TeamParts
 from rl_core.rollout_workers.worker import RolloutWorker
 from rl_core.settings import RolloutSettings
@@ -46,8 +47,9 @@ class LocalCluster:
     def share(self, value):
         return pickle.dumps(value)
 
-    def start(self, spec, base):
-        self.workers.append(self.worker_class(pickle.loads(spec), pickle.loads(base)))
+    def start(self, spec, base, *, is_live):
+        kind = LiveWorker if is_live and self.worker_class is RolloutWorker else self.worker_class
+        self.workers.append(kind(pickle.loads(spec), pickle.loads(base)))
         return self.workers[-1]
 
     def call(self, worker, method, *arguments):

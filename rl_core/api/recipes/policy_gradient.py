@@ -20,8 +20,6 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.rollout_workers.team import RolloutTeam
-
 __all__ = ["distillation", "policy_gradient"]
 
 
@@ -73,24 +71,37 @@ def policy_gradient(
         own=own,
     )
     best = best_metric if settings.patience is not None else None
-    if settings.rollouts.independent and isinstance(trainer.backend, Engine):
+    rollouts = settings.rollouts
+    if rollouts.independent and isinstance(trainer.backend, Engine):
         trainer.backend.keep_apart()
-    if settings.rollouts.workers == "in_process":
+    if rollouts.workers == "in_process" and rollouts.replay_schedule is None:
         return Recipe(trainer, settings.iterations, best)
-    trainer.team = _team(policy, trainer, make_environment or functools.partial(_same, environment))
-    return Recipe(trainer, settings.iterations, best, close=trainer.team.close)
+    close = _employ(policy, trainer, make_environment or functools.partial(_same, environment))
+    return Recipe(trainer, settings.iterations, best, close=close)
 
 
-def _team(policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]) -> RolloutTeam:
-    """Workers for a trainer; they are started by its first rollouts."""
+def _employ(
+    policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
+) -> Callable[[], None]:
+    """Give a trainer its workers, which are started by its first rollouts; returns what ends them."""
     from rl_core.rollout_workers.ray_cluster import RayCluster
+    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.stream import RolloutStream
     from rl_core.rollout_workers.team import RolloutTeam, TeamParts
 
+    settings = trainer.settings.rollouts
     parts = TeamParts(
         policy.model, trainer.backend, policy.renderer, make_environment, list(policy.renderer.eos_ids),
         policy.renderer.pad_id, is_exact=not trainer.optimizer_step.computes_in_bfloat16,
     )  # fmt: skip
-    return RolloutTeam(trainer.settings.rollouts, RayCluster(trainer.settings.rollouts), parts)
+    if settings.replay_schedule is not None:
+        trainer.stream = ScheduleReplay(settings.replay_schedule, parts, settings.max_staleness)
+        return trainer.stream.close
+    if settings.max_staleness:
+        trainer.stream = RolloutStream(settings, RayCluster(settings), parts)
+        return trainer.stream.close
+    trainer.team = RolloutTeam(settings, RayCluster(settings), parts)
+    return trainer.team.close
 
 
 def _same(environment: Environment) -> Environment:

@@ -24,7 +24,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import Keep
 from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
 from rl_core.models.lora import is_lora
@@ -48,8 +48,13 @@ from rl_core.types import RolloutGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.stream import RolloutStream
+    from rl_core.rollout_workers.tickets import Ticket
+
 __all__ = ["PolicyGradientTrainer"]
 
+_TICKETS = 2**31  # keeps the random numbers of tickets apart from those of iterations
 SAME_REWARD = 1e-6  # groups whose rewards differ by less carry no signal
 
 
@@ -127,6 +132,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal = SignalWarning()
+        self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
         self._penalties = {}
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
@@ -178,8 +184,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
         }
-        if self.team is not None:
-            metrics |= self.team.metrics()
+        if (workers := self.stream or self.team) is not None:
+            metrics |= workers.metrics()
         self.iteration += 1
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere
         metrics = self.process_group.on_rank_zero(functools.partial(dict, metrics))
@@ -225,6 +231,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
+            **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -243,6 +250,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.actor_critic.critic_optimizer_step is not None:
             self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
+        if self.stream is not None:
+            self.stream.load_state_dict(state["stream"])
 
     # Rollback
 
@@ -280,12 +289,15 @@ class PolicyGradientTrainer(RolloutTrainer):
         for attempt in range(1 + tries):
             started = time.perf_counter()
             self.failures.is_refill = attempt > 0
-            groups = self._play(
-                self._draw_episodes(rng, wanted - len(kept)),
-                group_size=settings.group_size,
-                sampling=settings.sampling,
-                purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
-            )
+            if self.stream is not None:
+                groups = self._take(wanted - len(kept))
+            else:
+                groups = self._play(
+                    self._draw_episodes(rng, wanted - len(kept)),
+                    group_size=settings.group_size,
+                    sampling=settings.sampling,
+                    purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
+                )
             seconds += time.perf_counter() - started
             if not groups:
                 continue
@@ -305,6 +317,27 @@ class PolicyGradientTrainer(RolloutTrainer):
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}
+
+    def _take(self, count: int) -> list[RolloutGroup]:
+        """The next groups of the stream, those without a rollout left out."""
+        assert self.stream is not None
+        settings = self.stage_settings
+        self.failures.iteration = self.iteration
+        groups = self.stream.take(
+            self.iteration, count,
+            ahead=settings.prompts_per_iteration, draw=self._draw_ticket, sampling=self.settings.sampling,
+            failures=self.failures, policy_version=self.optimizer_step.num_steps,
+        )  # fmt: skip
+        return [group for group in groups if group.rollouts]
+
+    def _draw_ticket(self, number: int) -> Ticket:
+        """An episode of the present stage of the curriculum, with random numbers of its own."""
+        from rl_core.rollout_workers.tickets import Ticket
+
+        settings, rng = self.stage_settings, np.random.default_rng([self.seed, _TICKETS, number])
+        (request,) = self._draw_episodes(rng, 1)
+        seed = sequence_seed(self.seed, "rollouts", "ticket", number)
+        return Ticket(number, request, settings.group_size, settings.sampling.temperature, seed)
 
     def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
         """The groups with their rewards, and metrics; rank 0 scores, and the other processes get its groups."""
