@@ -146,7 +146,7 @@ class ReplayRun(_VersionedRun):
     def play(self) -> None:
         """Run every sequence to its end."""
         while True:
-            self._begin(self._free()[: self._num_ready()])
+            self._begin(self._free())
             self._compact(self._rejoin())
             if self._count:
                 self._step()
@@ -155,6 +155,9 @@ class ReplayRun(_VersionedRun):
                 self.exchange(lambda: self._load(self._current))
             elif not self._num_ready():
                 return
+
+    def _begin(self, slots: list[int]) -> None:
+        super()._begin(slots[: self._num_ready()])
 
     def _num_ready(self) -> int:
         """Sequences at the head of the queue that begin under the present version."""

@@ -34,6 +34,10 @@ class Collected:
     dropped: int = 0  # rollouts begun anew because of new weights
 
 
+class _Ended(Exception):
+    """The worker is to stop in the middle of a run."""
+
+
 class LiveWorker(RolloutWorker):
     """Plays the tickets that it has, in order; weights that arrive are taken between two steps of the engine."""
 
@@ -51,6 +55,7 @@ class LiveWorker(RolloutWorker):
         self._done = Collected()
         self._error: PosttrainError | None = None
         self._thread: threading.Thread | None = None
+        self._is_ended = False
         self._sampling, self._at_once = SamplingSettings(), 1
         self._partial: Literal["keep", "drop"] = "keep"
 
@@ -87,18 +92,30 @@ class LiveWorker(RolloutWorker):
             done, self._done = self._done, Collected()
             return done
 
+    def end(self) -> None:
+        """Stop playing, and wait for the thread."""
+        with self._asked:
+            self._is_ended = True
+            self._asked.notify()
+        if self._thread is not None:
+            self._thread.join()
+
     # The playing thread
 
     def _work(self) -> None:
         try:
             while True:
                 with self._asked:
-                    self._asked.wait_for(lambda: self._tickets or self._updates)
+                    self._asked.wait_for(lambda: self._tickets or self._updates or self._is_ended)
+                if self._is_ended:
+                    return
                 self._take_updates(None)
                 with self._asked:
                     tickets = [self._tickets.popleft() for _ in range(min(self._at_once, len(self._tickets)))]
                 if tickets:
                     self._play_tickets(tickets)
+        except _Ended:
+            return
         except PosttrainError as error:
             self._end(error)
         except Exception as error:
@@ -129,6 +146,8 @@ class LiveWorker(RolloutWorker):
         owner = {id(sequence): group for group in groups for sequence in group.sequences}
 
         def between(run: LiveRun) -> None:
+            if self._is_ended:
+                raise _Ended
             for group in [group for group in waiting if group.is_over]:
                 waiting.remove(group)
                 self._hand_over(group.finished())

@@ -42,8 +42,8 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError, ValueError) as error:
         raise SettingsError(
-            f"rollouts.address: no Ray cluster answers at {address} within {CONNECT_S:g} s ({error}); start one with `ray start "
-            "--head`, or leave the address out"
+            f"rollouts.address: no Ray cluster answers at {address} within {CONNECT_S:g} s ({error}); start one with "
+            "`ray start --head`, or leave the address out"
         ) from error
 
 

@@ -49,7 +49,9 @@ def read_schedule(path: Path | str) -> dict[int, list[Row]]:
             iteration, part = int(row["iteration"]), int(row["part"])
             [Ticket.from_json(_ticket(group)) for group in row["groups"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: is no line of a schedule ({type(error).__name__}: {error})") from error
+            raise DataError(
+                f"{path}, line {number}: is no line of a schedule ({type(error).__name__}: {error})"
+            ) from error
         if part == 0:
             found = {earlier: rows for earlier, rows in found.items() if earlier < iteration}
         found.setdefault(iteration, []).append(row)

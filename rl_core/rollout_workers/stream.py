@@ -178,7 +178,9 @@ class RolloutStream(RolloutTeam):
                 ticket.number, ticket.request, ticket.group_size, ticket.temperature, ticket.seed, ticket.plays + 1
             )
             self._queue.appendleft(again)
-        awaited = [ticket for ticket in [*self._queue, *(t for t, _ in self._playing.values())] if ticket.plays >= PATIENCE]
+        awaited = [
+            ticket for ticket in [*self._queue, *(t for t, _ in self._playing.values())] if ticket.plays >= PATIENCE
+        ]
         if awaited:
             self._finished = fresh
             return []
@@ -254,4 +256,3 @@ class RolloutStream(RolloutTeam):
         self._next = int(state["next"])
         self._queue = deque(Ticket.from_json(row) for row in state["open"])
         self._playing, self._finished = {}, []
-

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,8 +99,8 @@ class RolloutTeam:
     ) -> list[RolloutGroup]:
         """As `rollouts.collect.collect` with the present weights, to the last bit, however many workers there are.
 
-        Raises: as `collect`; SamplerMismatch for a worker whose weights or log-probs are not the trainer's; WorkerFailed
-            where too many workers are lost.
+        Raises: as `collect`; SamplerMismatch for a worker whose weights or log-probs are not the trainer's;
+            WorkerFailed where too many workers are lost.
         """
         for seat in self._seats:
             seat.losses = 0
@@ -254,8 +255,8 @@ class RolloutTeam:
         self.cluster.stop(seat.worker)
         if seat.losses > LOSSES:
             raise WorkerFailed(
-                f"rollout worker {seat.number} was lost {seat.losses} times within one iteration, the last time: {how}. "
-                "Look at the memory of its machine and at what the environment does; the same command resumes"
+                f"rollout worker {seat.number} was lost {seat.losses} times within one iteration, the last time: "
+                f"{how}. Look at the memory of its machine and at what the environment does; the same command resumes"
             )
         seat.worker = self._start_worker()
         self._load([seat], self._whole())
@@ -279,4 +280,4 @@ def _cut(count: int, workers: int) -> list[list[int]]:
     """Indices of each task: all in one for a single worker, else TASKS_EACH tasks for each."""
     tasks = min(count, workers * TASKS_EACH if workers > 1 else 1)
     edges = [count * place // tasks for place in range(tasks + 1)] if tasks else []
-    return [list(range(begin, end)) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [list(range(begin, end)) for begin, end in pairwise(edges)]

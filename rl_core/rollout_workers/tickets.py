@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rl_core.environments.environment import Environment
@@ -108,7 +109,7 @@ def token_versions(rollout: Rollout) -> list[int]:
     """Version that each sampled token was drawn under."""
     sampled, versions = sum(rollout.loss_mask), list[int]()
     starts = [*rollout.version_starts, (sampled, 0)]
-    for (start, version), (end, _) in zip(starts, starts[1:], strict=False):
+    for (start, version), (end, _) in pairwise(starts):
         versions += [version] * (min(end, sampled) - min(start, sampled))
     return versions
 

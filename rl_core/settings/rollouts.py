@@ -50,8 +50,8 @@ class RolloutSettings(Settings):
 
     replay_schedule: str | None = setting(
         None,
-        doc="schedule.jsonl of a run with max_staleness above 0 (`posttrain run --replay-schedule`): learn from the same "
-        "tokens again, bit for bit, in this process, whatever `workers` says",
+        doc="schedule.jsonl of a run with max_staleness above 0 (`posttrain run --replay-schedule`): learn from the "
+        "same tokens again, bit for bit, in this process, whatever `workers` says",
     )
 
     def check(self) -> None:

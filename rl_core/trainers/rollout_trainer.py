@@ -20,10 +20,14 @@ from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
+    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.stream import RolloutStream
     from rl_core.rollout_workers.team import RolloutTeam
+    from rl_core.rollout_workers.tickets import Ticket
 
 __all__ = ["RolloutRecord", "RolloutTrainer"]
 
+_TICKETS = 2**31  # keeps the random numbers of tickets apart from those of iterations
 RolloutRecord = Callable[[int, Sequence[Rollout]], None]  # is given the number of an iteration and its rollouts
 
 
@@ -69,6 +73,7 @@ class RolloutTrainer(ABC):
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailures(max_failed_share)  # of the environment
         self.team: RolloutTeam | None = None  # workers that play in place of this process
+        self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
 
     def keep_failures(self, keep: Keep) -> None:
         """Have failed episodes kept for people."""
@@ -140,6 +145,27 @@ class RolloutTrainer(ABC):
             )
 
         groups = self.optimizer_step.sharded.with_full_weights_independent(play)
+        return [group for group in groups if group.rollouts]
+
+    def _take(
+        self, count: int, settings: PolicySettings, draw: Callable[[np.random.Generator], EpisodeRequest]
+    ) -> list[RolloutGroup]:
+        """The next groups of the stream, those without a rollout left out; `draw` draws episodes ahead of them."""
+        assert self.stream is not None
+
+        def ticket(number: int) -> Ticket:
+            from rl_core.rollout_workers.tickets import Ticket
+
+            request = draw(np.random.default_rng([self.seed, _TICKETS, number]))
+            seed = sequence_seed(self.seed, "rollouts", "ticket", number)
+            return Ticket(number, request, settings.group_size, settings.sampling.temperature, seed)
+
+        self.failures.iteration = self.iteration
+        groups = self.stream.take(
+            self.iteration, count,
+            ahead=settings.prompts_per_iteration, draw=ticket, sampling=settings.sampling, failures=self.failures,
+            policy_version=self.optimizer_step.num_steps,
+        )  # fmt: skip
         return [group for group in groups if group.rollouts]
 
     def _failure_metrics(self) -> dict[str, float]:

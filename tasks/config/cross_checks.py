@@ -213,11 +213,21 @@ def _sinks(settings: PipelineSettings) -> Iterator[_Finding]:
 def _rollout_workers(settings: PipelineSettings) -> Iterator[_Finding]:
     """Ray is installed, its cluster answers, and its object store has room for the weights."""
     policy = settings.stages.policy
-    if policy is None or policy.rollouts.workers == "in_process":
+    if policy is None:
+        return
+    key: Key = (*POLICY, "rollouts")
+    if policy.rollouts.replay_schedule is not None:
+        from rl_core.rollout_workers.schedule_replay import read_schedule  # imports torch
+
+        try:
+            read_schedule(policy.rollouts.replay_schedule)
+        except PosttrainError as error:
+            yield _finding((*key, "replay_schedule"), str(error))
+        return
+    if policy.rollouts.workers == "in_process":
         return
     from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
 
-    key: Key = (*POLICY, "rollouts")
     try:
         check_ray()
         if policy.rollouts.address is not None:

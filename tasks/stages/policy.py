@@ -21,9 +21,11 @@ from tasks.stages.loading import environment_factory, load_policy, make_environm
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.rewards.contribution import Contribution
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
+SCHEDULE = "schedule.jsonl"  # what each iteration of asynchronous rollouts learned from
 RECENT = 10  # iterations whose mean stands for the end of training
 
 
@@ -78,7 +80,8 @@ def _body(context: StageContext) -> dict[str, Any]:
         make_environment=environment_factory(context.pipeline, data),
     )
     trainer = recipe.trainer
-    _watch_workers(context, trainer)
+    if settings.rollouts.workers != "in_process":
+        _watch_workers(context, trainer)
     trainer.keep_failures(keeper(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
@@ -114,11 +117,13 @@ def _body(context: StageContext) -> dict[str, Any]:
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
     """Have lost workers told to the tracker, and the schedule of asynchronous rollouts kept."""
-    if isinstance(trainer.team or trainer.stream, RolloutTeam):
-        workers = trainer.team or trainer.stream
+    from rl_core.rollout_workers.stream import RolloutStream
+
+    workers = trainer.stream if isinstance(trainer.stream, RolloutStream) else trainer.team
+    if workers is not None:
         workers.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
-    if isinstance(trainer.stream, RolloutStream):
-        trainer.stream.schedule = context.folder / SCHEDULE
+    if isinstance(workers, RolloutStream):
+        workers.schedule = context.folder / SCHEDULE
 
 
 def evaluator(

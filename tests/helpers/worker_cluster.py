@@ -4,9 +4,9 @@ import pickle
 import random
 
 import torch
-from helpers.letters import make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers.letters import make_trainer
 from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.rollout_workers.live_worker import LiveWorker
 from rl_core.rollout_workers.team import RolloutTeam, TeamParts
@@ -68,9 +68,14 @@ class LocalCluster:
 
     def stop(self, worker):
         self.stopped += 1
+        if isinstance(worker, LiveWorker):
+            worker.end()
 
     def close(self):
         self.closed += 1
+        for worker in self.workers:
+            if isinstance(worker, LiveWorker):
+                worker.end()
 
     def made(self, method):
         """Arguments of all calls of a method."""

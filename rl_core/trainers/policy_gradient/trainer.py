@@ -24,7 +24,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import Keep
 from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
 from rl_core.models.lora import is_lora
@@ -39,7 +39,7 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.own_parts import own_parts
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, is_cut, sample_groups
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, masked_metrics, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
@@ -48,13 +48,8 @@ from rl_core.types import RolloutGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
-    from rl_core.rollout_workers.stream import RolloutStream
-    from rl_core.rollout_workers.tickets import Ticket
-
 __all__ = ["PolicyGradientTrainer"]
 
-_TICKETS = 2**31  # keeps the random numbers of tickets apart from those of iterations
 SAME_REWARD = 1e-6  # groups whose rewards differ by less carry no signal
 
 
@@ -132,7 +127,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal = SignalWarning()
-        self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
         self._penalties = {}
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
@@ -290,7 +284,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             started = time.perf_counter()
             self.failures.is_refill = attempt > 0
             if self.stream is not None:
-                groups = self._take(wanted - len(kept))
+                groups = self._take(wanted - len(kept), settings, lambda rng: self._draw_episodes(rng, 1)[0])
             else:
                 groups = self._play(
                     self._draw_episodes(rng, wanted - len(kept)),
@@ -317,27 +311,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}
-
-    def _take(self, count: int) -> list[RolloutGroup]:
-        """The next groups of the stream, those without a rollout left out."""
-        assert self.stream is not None
-        settings = self.stage_settings
-        self.failures.iteration = self.iteration
-        groups = self.stream.take(
-            self.iteration, count,
-            ahead=settings.prompts_per_iteration, draw=self._draw_ticket, sampling=self.settings.sampling,
-            failures=self.failures, policy_version=self.optimizer_step.num_steps,
-        )  # fmt: skip
-        return [group for group in groups if group.rollouts]
-
-    def _draw_ticket(self, number: int) -> Ticket:
-        """An episode of the present stage of the curriculum, with random numbers of its own."""
-        from rl_core.rollout_workers.tickets import Ticket
-
-        settings, rng = self.stage_settings, np.random.default_rng([self.seed, _TICKETS, number])
-        (request,) = self._draw_episodes(rng, 1)
-        seed = sequence_seed(self.seed, "rollouts", "ticket", number)
-        return Ticket(number, request, settings.group_size, settings.sampling.temperature, seed)
 
     def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
         """The groups with their rewards, and metrics; rank 0 scores, and the other processes get its groups."""
@@ -380,8 +353,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         replayed = self._replay.draw(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
-        if settings.mask_truncated:
-            metrics["train/masked_truncated"] = float(sum(is_cut(r) for group in self.groups for r in group.rollouts))
+        metrics |= masked_metrics(self.groups, mask_truncated=settings.mask_truncated)
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from helpers.letters import LOW, Letters, LetterEpisode, comparable, weights
-from helpers.worker_cluster import LocalCluster, letters_trainer, with_team
+from helpers.letters import LOW, LetterEpisode, Letters, comparable, weights
+from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
@@ -29,7 +29,8 @@ class SlowEpisode(LetterEpisode):
         self.turns += 1
         if self.turns < 4:
             time.sleep(0.15 if self.seed % 5 == 0 else 0.002)
-            return Step(messages=[{"role": "user", "content": "more"}], reward=0.0)
+            is_low = text[:1].lower() in "abcdefghijklm" if text else False
+            return Step(messages=[{"role": "user", "content": "more"}], reward=float(is_low))
         return super().act(text)
 
 
@@ -40,6 +41,18 @@ class SlowLetters(Letters):
         return SlowEpisode(seed, level)
 
 
+@pytest.fixture(autouse=True)
+def clusters():
+    """Ends every worker's thread after a test."""
+    _CLUSTERS.clear()
+    yield
+    for cluster in _CLUSTERS:
+        cluster.close()
+
+
+_CLUSTERS = []
+
+
 def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, lose=(), **options):
     """A trainer whose workers are threads of this process."""
     sampling = SamplingSettings(max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2)
@@ -48,16 +61,11 @@ def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, 
         prompts_per_iteration=4, group_size=3, **options,
     )  # fmt: skip
     cluster = LocalCluster(lose=lose)
+    _CLUSTERS.append(cluster)
     with_team(trainer, cluster, count, max_staleness=staleness, partial=partial)
     team, trainer.team = trainer.team, None
     trainer.stream = RolloutStream(team.settings, cluster, team.parts, schedule=schedule)
     return trainer
-
-
-def model_for(tokenizer):
-    from helpers.worker_cluster import compiled_model
-
-    return compiled_model(tokenizer, 64)
 
 
 def run(trainer, iterations):
@@ -75,8 +83,8 @@ def versions_of(trainer):
 @pytest.mark.parametrize("partial", ["keep", "drop"])
 def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partial):
     file = tmp_path / "schedule.jsonl"
-    trainer = make_stream(tokenizer, file, partial=partial, model=model_for(tokenizer))
-    rows, mixed, used = [], 0, []
+    trainer = make_stream(tokenizer, file, partial=partial, model=compiled_model(tokenizer, 64))
+    rows, mixed, untrained = [], 0, weights(trainer)
     for iteration in range(8):
         rows += run(trainer, 1)
         versions = versions_of(trainer)
@@ -85,12 +93,13 @@ def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partia
         mixed += sum(len({version for _, version in start}) > 1 for start in starts)
     used = [group["number"] for rows_of in read_schedule(file).values() for row in rows_of for group in row["groups"]]
     assert len(used) == len(set(used)) == 8 * 4  # learned from once
+    assert (weights(trainer) - untrained).abs().max() > 1e-2  # versions differ
     open_tickets = [ticket.number for ticket in trainer.stream._open()]
     assert sorted([*used, *open_tickets]) == list(range(trainer.stream._next))  # and none is lost
     assert len(open_tickets) <= 4 * 3
     assert mixed == 0 if partial == "drop" else mixed > 0
 
-    again = make_stream(tokenizer, model=model_for(tokenizer))
+    again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
     again.stream = ScheduleReplay(file, again.stream.parts, 2)
     replayed = run(again, 8)
     drawn = ("policy/staleness_mean", "policy/staleness_max")
@@ -105,10 +114,10 @@ def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partia
 
 def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path):
     file = tmp_path / "schedule.jsonl"
-    trainer = make_stream(tokenizer, file, model=model_for(tokenizer))
+    trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64))
     run(trainer, 3)
     state, kept = trainer.state_dict(), {n: t.clone() for n, t in trainer.policy.state_dict().items()}
-    resumed = make_stream(tokenizer, file, model=model_for(tokenizer), lose={12, 30})
+    resumed = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), lose={8, 13})
     resumed.policy.load_state_dict(kept)
     resumed.load_state_dict(state)
     run(resumed, 3)
