@@ -112,6 +112,7 @@ if TYPE_CHECKING:
         RewardModelSettings,
         RewardSettings,
         RollbackSettings,
+        RolloutSettings,
         SamplingSettings,
         ServiceEngineSettings,
         ServiceServerSettings,
@@ -192,6 +193,7 @@ __all__ = [
     "RewardSettings",
     "RewardSource",
     "RollbackSettings",
+    "RolloutSettings",
     "Rollout",
     "RolloutGroup",
     "RowSource",
@@ -298,7 +300,7 @@ _HOME = {
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
         "PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
-        "SFTSettings "
+        "RolloutSettings SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "

@@ -16,6 +16,7 @@ __all__ = ["INSIDE", "collected", "count", "span"]
 # nested span -> enclosing span; the others partition an iteration
 INSIDE = {
     "environment": "rollout",
+    "weight_sync": "rollout",
     "states": "reward",
     "reference": "update",
     "measure": "update",

@@ -171,6 +171,8 @@ class Rollout:
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
     context_starts: list[int] = field(default_factory=list)  # indices into completion_ids, rising; [] = one context
+    # (sampled tokens before it, policy version) of asynchronous rollouts, rising; [] = one version for all tokens
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def temperature(self) -> float:

@@ -13,7 +13,7 @@ from helpers import ROOT
 from helpers.import_graph import circles, edges, imports_of, modules, parsed, room_of, rooms_imported
 
 PACKAGES = ("rl_core", "tasks", "flows")
-OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers")  # extras: one environment each
+OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray")  # extras
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 
 # Rooms of each floor, the lowest first: a room imports rooms of its own level or below, never one above it.
@@ -44,7 +44,7 @@ LEVELS = {
         },  # capabilities asks cpu what this machine has
         {"curriculum", "preferences", "rewards", "references"},
         {"rollouts", "inference"},
-        {"evaluation", "probe", "readers"},
+        {"evaluation", "probe", "readers", "rollout_workers"},
         {"training"},
         {"trainers", "thoughts"},
         {"api", "online", "service"},

@@ -85,6 +85,8 @@ def data(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     stop_after(arguments.stop_after)
+    if arguments.replay_schedule is not None:
+        arguments.set = [*arguments.set, f"stages.policy.rollouts.replay_schedule={arguments.replay_schedule}"]
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)

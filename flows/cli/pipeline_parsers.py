@@ -81,6 +81,11 @@ def _add_run(commands: Any) -> None:
     add_config(parser)
     parser.add_argument("--fresh", action="store_true", help="rerun all stages, finished ones included")
     parser.add_argument("--monitor", action="store_true", help="serve the live page for as long as the run takes")
+    parser.add_argument(
+        "--replay-schedule",
+        metavar="FILE",
+        help="schedule.jsonl of a run with asynchronous rollouts: learn from the same tokens again, bit for bit",
+    )
     add_stop_after(parser)
     add_allow_drift(parser)
     add_quiet(parser)

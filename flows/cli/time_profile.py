@@ -23,6 +23,7 @@ __all__ = ["Part", "profile_stage", "profile_table", "shortened", "time_parts"]
 _LABELS = {
     "rollout": "rollouts: decoding",
     "environment": "rollouts: environment and tools",
+    "weight_sync": "rollouts: weights to the workers",
     "reward": "rewards",
     "states": "rewards: the policy's states",
     "reference": "update: reference log-probs",

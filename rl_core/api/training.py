@@ -26,6 +26,7 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
+from rl_core.settings.rollouts import decisive_rollouts
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folder_removal import set_aside
 from rl_core.storage.single_files import make_folder
@@ -221,6 +222,8 @@ def training_of(
     """
     free = FREE + (LENGTHS if getattr(settings, "schedule", None) == "constant" else ())
     kept = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
+    if isinstance(rollouts := kept.pop("rollouts", None), dict) and (decisive := decisive_rollouts(rollouts)):
+        kept["rollouts"] = decisive
     fingerprint = {
         "algorithm": algorithm, "settings": kept, "seed": seed, "model": model_name(source),
         "chat": policy.renderer.digest, **digests,

@@ -83,6 +83,10 @@ class ChatRenderer:
         self._observation = lru_cache(maxsize=_CACHED)(self._render_observation)
         self._with_tools: dict[str, ChatRenderer] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes it anew: its caches and the template's environment do not travel."""
+        return ChatRenderer, (self.tokenizer, self.settings, self.template.tools)
+
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an action: the template's end of turn first, then the tokenizer's EOS."""

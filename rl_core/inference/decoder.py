@@ -60,6 +60,8 @@ class Decoder:
         self.query_heads: int = plain_linear(attention.q_proj).out_features // self.head_dim
         self.kv_heads: int = plain_linear(attention.k_proj).out_features // self.head_dim
         self.vocab_size: int = plain_linear(self._base.lm_head).out_features
+        # True = prompts of different lengths never share a pass: torch's attention rounds by the width of a batch
+        self.prefills_by_length = False
         self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
         self._tables_of: torch.Tensor | None = None  # the cache for which `reserve` made them

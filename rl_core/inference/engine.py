@@ -9,8 +9,9 @@ a token's sampling and its log-probability come from one pass over the logits, w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,8 +67,24 @@ class Engine:
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 
+    def keep_apart(self) -> None:
+        """Make a sequence's numbers independent of the others, to the last bit where the step is compiled code."""
+        self._decoder.prefills_by_length = True
+
     def refresh(self) -> None:
         """Weights are read where the model keeps them, so there is nothing to copy."""
+
+    @contextmanager
+    def bound(self) -> Iterator[Decoder]:
+        """The decoder over the present weights, adapters merged, for a run that is played elsewhere."""
+        check_weights(self._model)
+        with merged(self._model):
+            self._decoder.bind()
+            yield self._decoder
+
+    def run_options(self) -> dict[str, Any]:
+        """Arguments of an `EngineRun` that are this engine's."""
+        return {"is_eos": self._is_eos, "pad_id": self._pad_id, "max_length": self.max_length, "fit": self._fit}
 
     @property
     def takes_adapters(self) -> bool:

@@ -55,6 +55,14 @@ class PromptCache:
         for kv, pairs in by_batch.values():
             MemoryFit("prompts", self._advice).compute([pairs], functools.partial(self._copy, kv))
 
+    def expect(self, sequence: RolloutSequence) -> None:
+        """One more sequence will begin."""
+        self._waiting[prompt_of(sequence)] += 1
+
+    def forget(self) -> None:
+        """Let go of what was prefilled: the weights have changed."""
+        self._prefilled.clear()
+
     def _copy(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         """Copy prefilled prompts into slots: (slot, row of `kv`) each."""
         slots, rows = (torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True))
@@ -78,7 +86,11 @@ class PromptCache:
         for prompt in wanted:
             by_adapter.setdefault(prompt.adapter, []).append(prompt)
         for adapter, some in by_adapter.items():
-            self._prefill_all(some, adapter)
+            if self._decoder.prefills_by_length:
+                for length in dict.fromkeys(len(prompt.ids) for prompt in some):
+                    self._prefill_all([prompt for prompt in some if len(prompt.ids) == length], adapter)
+            else:
+                self._prefill_all(some, adapter)
 
     def _prefill_all(self, missing: Sequence[AdaptedPrompt], adapter: int) -> None:
         """Prefill prompts of one adapter, in batches."""

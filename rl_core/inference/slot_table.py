@@ -130,7 +130,7 @@ class SlotTable(ABC):
             return
         outside = [slot for slot in active if slot >= self._count]
         moves = dict(zip(holes, outside, strict=True))  # target -> source
-        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._waiting_on_env}
+        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if self._sequences[hole]}
         targets, sources = list(moves), list(moves.values())
         # all sources are read before any target is written, so two slots can change places
         self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -21,9 +23,22 @@ from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import fault
 from rl_core.types import RolloutGroup, ToolCall
 
-__all__ = ["EpisodeRequest", "Renderer", "collect", "with_native_tools"]
+__all__ = [
+    "EpisodeRequest",
+    "GroupPlan",
+    "Renderer",
+    "begin_group",
+    "collect",
+    "make_group",
+    "plan_groups",
+    "play_groups",
+    "settle_failures",
+    "with_native_tools",
+]
 
 logger = logging.getLogger(__name__)
+
+AnySequence = TypeVar("AnySequence", bound=EpisodeSequence)
 
 
 def collect(
@@ -58,49 +73,106 @@ def collect(
     """
     renderer = with_native_tools(renderer, environment.tools)
     failures = failures or EpisodeFailures(sampling.max_failed_share)
-    planned, failed = len(requests) * group_size, _Failed(failures, len(requests) * group_size)
+    plans = plan_groups(requests, group_size)
+    failed = _Failed(failures, len(requests) * group_size)
+    mine = process_group.share([1] * len(requests))
+    played = play_groups(
+        environment, backend, renderer, [plans[index] for index in mine],
+        group_size=group_size, sampling=sampling, seed=seed, policy_version=policy_version, on_failure=failed.add,
+    )  # fmt: skip
+    shares = process_group.all_gather((dict(zip(mine, played, strict=True)), failed.episodes))
+    of_all = {index: group for share, _ in shares for index, group in share.items()}
+    all_failed = [episode for _, episodes in shares for episode in episodes]
+    fault("rollouts.played")
+    settle_failures(all_failed, len(requests) * group_size, failures)
+    return [of_all[index] for index in range(len(requests))]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group to play: a requested episode, and the number of its first sample among all of this episode."""
+
+    request: EpisodeRequest
+    first: int
+
+
+def plan_groups(requests: Sequence[EpisodeRequest], group_size: int) -> list[GroupPlan]:
+    """One plan per request, in order; an episode that is requested again gets other samples."""
+    plans, times_seen = [], Counter[EpisodeRequest]()
+    for request in requests:
+        plans.append(GroupPlan(request, times_seen[request] * group_size))
+        times_seen[request] += 1
+    return plans
+
+
+def play_groups(
+    environment: Environment,
+    backend: RolloutBackend,
+    renderer: Renderer,
+    plans: Sequence[GroupPlan],
+    *,
+    group_size: int,
+    sampling: SamplingSettings,
+    seed: int,
+    policy_version: int,
+    on_failure: Callable[[FailedEpisode], None],
+) -> list[RolloutGroup]:
+    """Play these groups here; a group lacks its failed episodes, which `on_failure` is given. Raises: as `collect`."""
     with ExitStack() as stack:
         pool = None
         if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
-        groups: list[list[EpisodeSequence]] = []
-        times_seen: dict[EpisodeRequest, int] = {}
-        mine = set(process_group.share([1] * len(requests)))
-        for index, request in enumerate(requests):
-            first = times_seen.get(request, 0) * group_size
-            times_seen[request] = times_seen.get(request, 0) + 1
-            if index not in mine:
-                continue
-            made = []
-            for sample in range(group_size):
-                key = sequence_seed(seed, environment.name, request.level, request.seed, first + sample)
-                made.append(EpisodeSequence(environment, renderer, request, sampling, pool, key, sample, failed.add))
-            groups.append(made)
+        groups = [
+            make_group(environment, renderer, plan, group_size, sampling, pool, seed, on_failure) for plan in plans
+        ]
         for group in groups:
-            for sequence in group:
-                sequence.begin(backend.max_length)
-            begun = [sequence for sequence in group if not sequence.has_failed]
-            if any(sequence.messages != begun[0].messages for sequence in begun):
-                raise EnvironmentFault(f"{begun[0].place}: two episodes of the same seed began with different messages")
+            begin_group(group, backend.max_length)
         try:
             backend.run([sequence for group in groups for sequence in group if not sequence.has_failed], sampling)
         finally:
             for group in groups:
                 for sequence in group:
                     sequence.close()
-    played = [
+    return [
         RolloutGroup([sequence.rollout(policy_version) for sequence in group if not sequence.has_failed])
         for group in groups
     ]
-    shares = process_group.all_gather((dict(zip(sorted(mine), played, strict=True)), failed.episodes))
-    of_all = {index: group for share, _ in shares for index, group in share.items()}
-    all_failed = [episode for _, episodes in shares for episode in episodes]
-    all_failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
-    fault("rollouts.played")
-    if all_failed:
-        _log_failures(all_failed, planned, logging.INFO if failures.total else logging.WARNING)
-    failures.close(all_failed, planned)
-    return [of_all[index] for index in range(len(requests))]
+
+
+def make_group(
+    environment: Environment,
+    renderer: Renderer,
+    plan: GroupPlan,
+    group_size: int,
+    sampling: SamplingSettings,
+    pool: StepPool | None,
+    seed: int,
+    on_failure: Callable[[FailedEpisode], None],
+    kind: type[AnySequence] = EpisodeSequence,  # type: ignore[assignment]
+) -> list[AnySequence]:
+    """The sequences of one group, each with random numbers of its own."""
+    made = []
+    for sample in range(group_size):
+        key = sequence_seed(seed, environment.name, plan.request.level, plan.request.seed, plan.first + sample)
+        made.append(kind(environment, renderer, plan.request, sampling, pool, key, sample, on_failure))
+    return made
+
+
+def begin_group(group: Sequence[EpisodeSequence], max_length: int) -> None:
+    """Take the opening messages. Raises: EnvironmentFault where those of one seed differ."""
+    for sequence in group:
+        sequence.begin(max_length)
+    begun = [sequence for sequence in group if not sequence.has_failed]
+    if any(sequence.messages != begun[0].messages for sequence in begun):
+        raise EnvironmentFault(f"{begun[0].place}: two episodes of the same seed began with different messages")
+
+
+def settle_failures(failed: list[FailedEpisode], planned: int, failures: EpisodeFailures) -> None:
+    """Take the failures of one collection into account. Raises: EnvironmentFault if they are too many."""
+    failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
+    if failed:
+        _log_failures(failed, planned, logging.INFO if failures.total else logging.WARNING)
+    failures.close(failed, planned)
 
 
 @dataclass

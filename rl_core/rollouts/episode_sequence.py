@@ -92,6 +92,11 @@ class EpisodeSequence:
         else:
             self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
 
+    @property
+    def is_over(self) -> bool:
+        """True = it has come to its end."""
+        return self._stop_reason is not None
+
     def begin(self, max_length: int) -> None:
         """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
         if self._episode is None:

@@ -48,6 +48,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
+from rl_core.settings.rollouts import RolloutSettings
 from rl_core.settings.service import (
     ServiceEngineSettings,
     ServiceServerSettings,
@@ -113,6 +114,7 @@ __all__ = [
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
+    "RolloutSettings",
     "RewardSettings",
     "SFTSettings",
     "SamplingSettings",

@@ -13,6 +13,7 @@ from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.references import Precision
 from rl_core.settings.rewards import RewardSettings
+from rl_core.settings.rollouts import RolloutSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 __all__ = [
@@ -186,6 +187,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         RewardSettings(), doc="options of the reward components and their combination"
     )
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
+    rollouts: RolloutSettings = setting(
+        RolloutSettings(), doc="where they are played; with max_staleness 0 not part of the stage's key"
+    )
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels, equally weighted")
     rollback: RollbackSettings | None = setting(
         None, doc="restore a stage's entry snapshot after a performance drop; default: never"
@@ -312,6 +316,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
             )
+        self._check_rollouts()
         self._check_own()
         self._check_rewards()
         for stage in self.curriculum:
@@ -331,6 +336,29 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "importance: V-trace weights rollouts once, before the first step, and reinforce has no ratio for the "
                 "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
             )
+
+    def _check_rollouts(self) -> None:
+        """Workers belong to one trainer process; rollouts of older weights need importance weights, and no critic."""
+        rollouts = self.rollouts
+        if rollouts.workers != "in_process" and self.launch.kind != "in_process":
+            raise SettingsError(
+                "rollouts.workers: ray serves a trainer of one process, and launch.kind is torchrun, whose processes "
+                "play their own shares; leave one of the two out"
+            )
+        if not rollouts.max_staleness:
+            return
+        stale = f"rollouts.max_staleness: {rollouts.max_staleness}"
+        if self.value_function is not None:
+            raise SettingsError(
+                f"{stale} with a critic ({self.algorithm}), whose values and GAE are of the present policy; set 0, or "
+                "take an algorithm that compares rewards, as grpo"
+            )
+        if self.importance == "none":
+            raise SettingsError(f"{stale} learns from rollouts of older weights; set importance: token or sequence")
+        if self.rollback is not None:
+            raise SettingsError(f"{stale} has rollouts under way that a rollback would not undo; set 0, or no rollback")
+        if self.is_taught:
+            raise SettingsError(f"{stale}: a distillation plays in turn with its updates; set 0")
 
     def _check_own(self) -> None:
         """A loss or an estimator of the user's makes settings of the algorithm void; options need one."""

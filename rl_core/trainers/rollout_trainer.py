@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +19,15 @@ from rl_core.settings import PolicySettings, SamplingSettings, ThoughtsSettings
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
 
+if TYPE_CHECKING:
+    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.stream import RolloutStream
+    from rl_core.rollout_workers.team import RolloutTeam
+    from rl_core.rollout_workers.tickets import Ticket
+
 __all__ = ["RolloutRecord", "RolloutTrainer"]
 
+_TICKETS = 2**31  # keeps the random numbers of tickets apart from those of iterations
 RolloutRecord = Callable[[int, Sequence[Rollout]], None]  # is given the number of an iteration and its rollouts
 
 
@@ -65,6 +72,8 @@ class RolloutTrainer(ABC):
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailures(max_failed_share)  # of the environment
+        self.team: RolloutTeam | None = None  # workers that play in place of this process
+        self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
 
     def keep_failures(self, keep: Keep) -> None:
         """Have failed episodes kept for people."""
@@ -112,8 +121,14 @@ class RolloutTrainer(ABC):
         Args:
             purpose: with the trainer's seed it determines the random numbers of the sampling.
         """
-        self.backend.refresh()
         self.failures.iteration = self.iteration
+        if self.team is not None:
+            groups = self.team.play(
+                requests, group_size=group_size, sampling=sampling, seed=sequence_seed(self.seed, *purpose),
+                policy_version=self.optimizer_step.num_steps, failures=self.failures,
+            )  # fmt: skip
+            return [group for group in groups if group.rollouts]
+        self.backend.refresh()
 
         def play() -> list[RolloutGroup]:
             return collect(
@@ -130,6 +145,27 @@ class RolloutTrainer(ABC):
             )
 
         groups = self.optimizer_step.sharded.with_full_weights_independent(play)
+        return [group for group in groups if group.rollouts]
+
+    def _take(
+        self, count: int, settings: PolicySettings, draw: Callable[[np.random.Generator], EpisodeRequest]
+    ) -> list[RolloutGroup]:
+        """The next groups of the stream, those without a rollout left out; `draw` draws episodes ahead of them."""
+        assert self.stream is not None
+
+        def ticket(number: int) -> Ticket:
+            from rl_core.rollout_workers.tickets import Ticket
+
+            request = draw(np.random.default_rng([self.seed, _TICKETS, number]))
+            seed = sequence_seed(self.seed, "rollouts", "ticket", number)
+            return Ticket(number, request, settings.group_size, settings.sampling.temperature, seed)
+
+        self.failures.iteration = self.iteration
+        groups = self.stream.take(
+            self.iteration, count,
+            ahead=settings.prompts_per_iteration, draw=ticket, sampling=settings.sampling, failures=self.failures,
+            policy_version=self.optimizer_step.num_steps,
+        )  # fmt: skip
         return [group for group in groups if group.rollouts]
 
     def _failure_metrics(self) -> dict[str, float]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
+from rl_core.settings.rollouts import check_ray
 from rl_core.settings.sinks import check_installed
 from tasks.config.code_checks import code_problems
 from tasks.config.curriculum_checks import POLICY, curriculum_problems
 from tasks.config.files import context_of
-from tasks.config.memory_checks import memory_problems
+from tasks.config.memory_checks import memory_problems, weight_bytes
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import names, policy_stages
@@ -46,6 +47,7 @@ def check_combinations(
         *_sampling(settings),
         *_loops(settings),
         *_sinks(settings),
+        *_rollout_workers(settings),
         *(_Finding(problem, ()) for problem in code_problems(settings, import_code)),
         *_environment(settings, import_code),
         *_rewards(settings, import_code),
@@ -206,6 +208,35 @@ def _sinks(settings: PipelineSettings) -> Iterator[_Finding]:
             check_installed(sink)
         except PosttrainError as error:
             yield _finding(("tracking", "sinks", index), str(error))
+
+
+def _rollout_workers(settings: PipelineSettings) -> Iterator[_Finding]:
+    """Ray is installed, its cluster answers, and its object store has room for the weights."""
+    policy = settings.stages.policy
+    if policy is None:
+        return
+    key: Key = (*POLICY, "rollouts")
+    if policy.rollouts.replay_schedule is not None:
+        from rl_core.rollout_workers.schedule_replay import read_schedule  # imports torch
+
+        try:
+            read_schedule(policy.rollouts.replay_schedule)
+        except PosttrainError as error:
+            yield _finding((*key, "replay_schedule"), str(error))
+        return
+    if policy.rollouts.workers == "in_process":
+        return
+    from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
+
+    try:
+        check_ray()
+        if policy.rollouts.address is not None:
+            check_address(policy.rollouts.address)
+        else:
+            check_store(weight_bytes(settings.model))
+    except PosttrainError as error:
+        name, _, text = str(error).rpartition("rollouts.")[2].partition(": ")
+        yield _finding((*key, name), text, ("model",))
 
 
 def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rl_core.machine_memory import machine_memory
+from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
 from tasks import stage_registry
 from tasks.config.problems import Key, Problem
 from tasks.config.settings import PipelineSettings
 
-__all__ = ["machine_memory", "memory_problems"]
+__all__ = ["machine_memory", "memory_problems", "weight_bytes"]
 
 GIB = 2**30
 # Of a rollout in Python's lists: a reference and an object for its id and log-probability, a reference for its mask.
 TOKEN_BYTES = 8 + 28 + 8 + 24 + 8
 EPISODE_BYTES = 4096  # of an episode with its trajectory, before its first token
+WEIGHT_VERSIONS = 4  # in the object store of rollout workers: that of the start, and three on their way
 TRAINED_WEIGHT_BYTES = 16  # float32 weight, gradient and the two moments of Adam
 
 
@@ -76,6 +79,20 @@ def _sampled(settings: PipelineSettings) -> Iterator[Any]:
         block = getattr(settings.stages, name)
         if hasattr(block, "sampling"):
             yield block
+
+
+def weight_bytes(model: ModelSettings) -> int:
+    """Bytes of the model's weights and of the versions of them that are on their way to workers at a time, at least.
+
+    Of a folder its files, of a preset its shape; 0 where the model is still to be downloaded.
+    """
+    if model.path is not None:
+        return sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
+    shape = PRESETS[model.preset]
+    width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    of_values = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * width * width + 2 * width * of_values + 3 * width * inner
+    return 4 * WEIGHT_VERSIONS * (model.vocab_size * width + layers * layer)
 
 
 def _gib(size: int) -> str:

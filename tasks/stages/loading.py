@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from tasks.config import PipelineSettings
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
 
-__all__ = ["load_policy", "make_environment"]
+__all__ = ["environment_factory", "load_policy", "make_environment"]
 
 
 def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
@@ -24,4 +26,9 @@ def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
 
 def make_environment(pipeline: PipelineSettings, data: Path | None) -> Environment:
     """The pipeline's environment; `data` is the data stage's folder, where that stage is part of the pipeline."""
-    return make(pipeline.environment.name, dict(pipeline.environment.options), data=data)
+    return environment_factory(pipeline, data)()
+
+
+def environment_factory(pipeline: PipelineSettings, data: Path | None) -> Callable[[], Environment]:
+    """Makes the pipeline's environment, also in another process; arguments: as `make_environment`."""
+    return functools.partial(make, pipeline.environment.name, dict(pipeline.environment.options), data=data)

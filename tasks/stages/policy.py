@@ -16,14 +16,16 @@ from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import validation_episodes
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.loading import environment_factory, load_policy, make_environment
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.rewards.contribution import Contribution
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
+SCHEDULE = "schedule.jsonl"  # what each iteration of asynchronous rollouts learned from
 RECENT = 10  # iterations whose mean stands for the end of training
 
 
@@ -75,8 +77,11 @@ def _body(context: StageContext) -> dict[str, Any]:
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
         ),
         process_group=context.process_group,
+        make_environment=environment_factory(context.pipeline, data),
     )
     trainer = recipe.trainer
+    if settings.rollouts.workers != "in_process":
+        _watch_workers(context, trainer)
     trainer.keep_failures(keeper(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
@@ -108,6 +113,17 @@ def _body(context: StageContext) -> dict[str, Any]:
         "note": f"{outcome.ended}; "
         f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
+
+
+def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
+    """Have lost workers told to the tracker, and the schedule of asynchronous rollouts kept."""
+    from rl_core.rollout_workers.stream import RolloutStream
+
+    workers = trainer.stream if isinstance(trainer.stream, RolloutStream) else trainer.team
+    if workers is not None:
+        workers.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
+    if isinstance(workers, RolloutStream):
+        workers.schedule = context.folder / SCHEDULE
 
 
 def evaluator(

@@ -55,6 +55,7 @@ def make_trainer(
     teacher=None,
     own=None,
     kind=PolicySettings,
+    context=32,
     **options,
 ):
     options = {
@@ -68,10 +69,12 @@ def make_trainer(
     }
     rewards = rewards or RewardOrchestrator({"task": 1.0})
     torch.manual_seed(0)
-    model = model or causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
+    model = model or causal_lm.create(
+        ModelSettings(preset="nano", context=context, device="cpu"), tokenizer, model_seed
+    )
     renderer = ChatRenderer(tokenizer)
     # Every other token ends an action, so that an untrained policy writes actions of 1 to 3 tokens and is heard.
-    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=32)
+    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=context)
     return PolicyGradientTrainer(
         model,
         reference,

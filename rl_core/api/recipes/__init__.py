@@ -6,6 +6,7 @@ of the modules is imported here: a stage's key rests on what its own recipe impo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Recipe(Generic[T]):
     iterations: int
     best_metric: str | None = None  # None = the last weights are kept
     larger_is_better: bool = True
+    close: Callable[[], None] | None = None  # called when a run is over, however it ended
 
     def run(
         self,
@@ -51,6 +53,25 @@ class Recipe(Generic[T]):
         after_iteration: Callable[[int], None] | None = None,
     ) -> LoopOutcome:
         """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `training.loop.run_loop`."""
+        with contextlib.ExitStack() as stack:
+            if self.close is not None:
+                stack.callback(self.close)
+            return self._run(
+                settings, tracker, checkpoints, fingerprint, allow_drift, stop_event, history, callbacks, memory
+            )
+
+    def _run(
+        self,
+        settings: LoopSettings,
+        tracker: Tracker | None,
+        checkpoints: Path | None,
+        fingerprint: Mapping[str, Any] | None,
+        allow_drift: bool | Collection[str],
+        stop_event: threading.Event | None,
+        history: Path | None,
+        callbacks: Sequence[Callback],
+        memory: LoopMemory | None,
+    ) -> LoopOutcome:
         return loop.run_loop(
             self.trainer,
             settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe, Record
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.inference.engine import Engine
 from rl_core.inference.teacher import Teacher
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
@@ -36,6 +38,7 @@ def policy_gradient(
     process_group: ProcessGroup = SINGLE_PROCESS,
     teacher: Teacher | None = None,
     own: Mapping[str, Callable[..., Any]] | None = None,
+    make_environment: Callable[[], Environment] | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
 
@@ -46,6 +49,7 @@ def policy_gradient(
         best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
         teacher: see `distillation`.
         own: as in `PolicyGradientTrainer`.
+        make_environment: makes the environment anew, in rollout workers; None = `environment` itself is sent to them.
     """
     rewards = RewardOrchestrator(
         settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
@@ -66,7 +70,43 @@ def policy_gradient(
         teacher=teacher,
         own=own,
     )
-    return Recipe(trainer, settings.iterations, best_metric if settings.patience is not None else None)
+    best = best_metric if settings.patience is not None else None
+    rollouts = settings.rollouts
+    if rollouts.independent and isinstance(trainer.backend, Engine):
+        trainer.backend.keep_apart()
+    if rollouts.workers == "in_process" and rollouts.replay_schedule is None:
+        return Recipe(trainer, settings.iterations, best)
+    close = _employ(policy, trainer, make_environment or functools.partial(_same, environment))
+    return Recipe(trainer, settings.iterations, best, close=close)
+
+
+def _employ(
+    policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
+) -> Callable[[], None]:
+    """Give a trainer its workers, which are started by its first rollouts; returns what ends them."""
+    from rl_core.rollout_workers.ray_cluster import RayCluster
+    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.stream import RolloutStream
+    from rl_core.rollout_workers.team import RolloutTeam, TeamParts
+
+    settings = trainer.settings.rollouts
+    parts = TeamParts(
+        policy.model, trainer.backend, policy.renderer, make_environment, list(policy.renderer.eos_ids),
+        policy.renderer.pad_id, is_exact=not trainer.optimizer_step.computes_in_bfloat16,
+    )  # fmt: skip
+    if settings.replay_schedule is not None:
+        trainer.stream = ScheduleReplay(settings.replay_schedule, parts, settings.max_staleness)
+        return trainer.stream.close
+    if settings.max_staleness:
+        trainer.stream = RolloutStream(settings, RayCluster(settings), parts)
+        return trainer.stream.close
+    trainer.team = RolloutTeam(settings, RayCluster(settings), parts)
+    return trainer.team.close
+
+
+def _same(environment: Environment) -> Environment:
+    """An environment that was sent as it is."""
+    return environment
 
 
 def distillation(

@@ -10,6 +10,7 @@ Suffixes: T completion tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from rl_core.rollouts.batching import TrainRow, train_row
 from rl_core.settings import ReplaySettings
 from rl_core.types import Rollout, RolloutGroup, StopReason
 
-__all__ = ["ReplayBuffer", "Sample", "SampleGroup", "is_cut", "sample_groups"]
+__all__ = ["ReplayBuffer", "Sample", "SampleGroup", "is_cut", "masked_metrics", "num_nonfinite", "sample_groups"]
 
 
 @dataclass(slots=True)
@@ -56,11 +57,41 @@ def sample_groups(
         by_environment = rollout.trajectory.stop_reason == StopReason.ENVIRONMENT
         is_truncated = by_environment or (bootstrap_limits and rollout.is_truncated)
         row = train_row(rollout)
+        if num_nonfinite(rollout):
+            row = _finite(row)
         if mask_truncated and is_cut(rollout):
             row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
         return Sample(row, rollout.reward, is_truncated, is_masked=rollout.is_masked)
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]
+
+
+def masked_metrics(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> dict[str, float]:
+    """Rollouts and tokens that carry no loss, for what they are; the latter only where there are some."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    metrics = {"train/masked_truncated": float(sum(map(is_cut, rollouts)))} if mask_truncated else {}
+    if broken := sum(map(num_nonfinite, rollouts)):
+        metrics["train/nonfinite_sampler_tokens"] = float(broken)
+    return metrics
+
+
+def num_nonfinite(rollout: Rollout) -> int:
+    """Sampled tokens whose log-probability the sampler gave as NaN or infinite."""
+    if math.isfinite(sum(rollout.sampler_logprobs)):
+        return 0
+    pairs = zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+    return sum(is_sampled and not math.isfinite(logprob) for logprob, is_sampled in pairs)
+
+
+def _finite(row: TrainRow) -> TrainRow:
+    """The row without loss where the sampler's log-prob is not finite: its ratio to the policy is not known there."""
+    logprobs = row.sampler_logprobs or ()
+    is_finite = [math.isfinite(logprob) for logprob in logprobs]
+    return dataclasses.replace(
+        row,
+        loss_mask=[counts and finite for counts, finite in zip(row.loss_mask, is_finite, strict=True)],
+        sampler_logprobs=[value if finite else 0.0 for value, finite in zip(logprobs, is_finite, strict=True)],
+    )
 
 
 def is_cut(rollout: Rollout) -> bool:

@@ -39,7 +39,7 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.own_parts import own_parts
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, is_cut, sample_groups
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, masked_metrics, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
@@ -178,6 +178,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
         }
+        if (workers := self.stream or self.team) is not None:
+            metrics |= workers.metrics()
         self.iteration += 1
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere
         metrics = self.process_group.on_rank_zero(functools.partial(dict, metrics))
@@ -223,6 +225,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
+            **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +244,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.actor_critic.critic_optimizer_step is not None:
             self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
+        if self.stream is not None:
+            self.stream.load_state_dict(state["stream"])
 
     # Rollback
 
@@ -278,12 +283,15 @@ class PolicyGradientTrainer(RolloutTrainer):
         for attempt in range(1 + tries):
             started = time.perf_counter()
             self.failures.is_refill = attempt > 0
-            groups = self._play(
-                self._draw_episodes(rng, wanted - len(kept)),
-                group_size=settings.group_size,
-                sampling=settings.sampling,
-                purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
-            )
+            if self.stream is not None:
+                groups = self._take(wanted - len(kept), settings, lambda rng: self._draw_episodes(rng, 1)[0])
+            else:
+                groups = self._play(
+                    self._draw_episodes(rng, wanted - len(kept)),
+                    group_size=settings.group_size,
+                    sampling=settings.sampling,
+                    purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
+                )
             seconds += time.perf_counter() - started
             if not groups:
                 continue
@@ -345,8 +353,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         replayed = self._replay.draw(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
-        if settings.mask_truncated:
-            metrics["train/masked_truncated"] = float(sum(is_cut(r) for group in self.groups for r in group.rollouts))
+        metrics |= masked_metrics(self.groups, mask_truncated=settings.mask_truncated)
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}

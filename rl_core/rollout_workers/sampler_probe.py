@@ -1,0 +1,122 @@
+"""Probe of a sampler: a few tokens after fixed prompts, whose log-probs two samplers of the same weights agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_core.environments.step_pool import Turnover
+from rl_core.errors import SamplerMismatch
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Probe", "ProbeAnswer", "check_answers", "check_trainer", "play_probe"]
+
+SEQUENCES, PROMPT_TOKENS, TOKENS = 8, 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Fixed prompts, and how they are continued."""
+
+    vocab_size: int
+    sampling: SamplingSettings
+
+    @classmethod
+    def of(cls, vocab_size: int, sampling: SamplingSettings) -> Probe:
+        """The probe at the temperature of these settings, whose limits are its own."""
+        short = dataclasses.replace(sampling, max_completion_tokens=TOKENS, max_turns=1, slots=SEQUENCES, stop=())
+        return cls(vocab_size, short)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """Continuation of one prompt."""
+
+    prompt_ids: list[int]
+    tokens: list[int]
+    logprobs: list[float]  # nats, at the probe's temperature
+
+
+class _ProbeSequence:
+    """A `RolloutSequence` of one action."""
+
+    def __init__(self, number: int, length: int, vocab_size: int) -> None:
+        self.prompt_ids = [(7919 * (number * length + place) + 13) % vocab_size for place in range(length)]
+        self.seed = sequence_seed("probe", number)
+        self.answer = ProbeAnswer(self.prompt_ids, [], [])
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
+        """Keep the action; the sequence is over."""
+        self.answer = ProbeAnswer(self.prompt_ids, list(action_ids), [float(value) for value in logprobs])
+        return None
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        """There are no stop texts."""
+        return False
+
+
+def play_probe(backend: RolloutBackend, probe: Probe) -> list[ProbeAnswer]:
+    """Continue the probe's prompts by a sampler."""
+    length = max(1, min(PROMPT_TOKENS, backend.max_length - 1))
+    sequences = [_ProbeSequence(number, length, probe.vocab_size) for number in range(SEQUENCES)]
+    backend.run(sequences, probe.sampling)
+    return [sequence.answer for sequence in sequences]
+
+
+def check_answers(who: str, own: Sequence[ProbeAnswer], theirs: Sequence[ProbeAnswer], bound: float) -> float:
+    """Largest difference of log-probs of the tokens that two samplers agree on, nats.
+
+    Rounding may turn a draw: after a token that differs nothing is compared, and half of the first tokens have to
+    agree. Raises: SamplerMismatch with the figure beyond `bound`.
+    """
+    worst, agreed = 0.0, 0
+    for mine, other in zip(own, theirs, strict=True):
+        agreed += mine.tokens[:1] == other.tokens[:1]
+        pairs = zip(mine.tokens, other.tokens, mine.logprobs, other.logprobs, strict=False)
+        for token, other_token, logprob, other_logprob in pairs:
+            if token != other_token:
+                break
+            worst = max(worst, abs(logprob - other_logprob))
+    if agreed * 2 < len(own) or not worst <= bound:
+        raise SamplerMismatch(
+            f"{who}: on {len(own)} fixed prompts its log-probs differ by up to {worst:.3g} nats from the trainer's "
+            f"sampler (limit {bound:g}), and {agreed} of {len(own)} first tokens agree: it does not sample from the "
+            "weights that were sent. None of its rollouts is used"
+        )
+    return worst
+
+
+def check_trainer(model: PreTrainedModel, answers: Sequence[ProbeAnswer], probe: Probe, bound: float) -> float:
+    """Largest difference, in nats, of the answers' log-probs to those of the trainer's own forward pass.
+
+    Raises: SamplerMismatch with the figure beyond `bound`.
+    """
+    rows = [
+        TrainRow(a.prompt_ids, a.tokens, [True] * len(a.tokens), a.logprobs, probe.sampling.temperature)
+        for a in answers
+    ]  # fmt: skip
+    device, worst = next(model.parameters()).device, 0.0
+    with torch.no_grad(), evaluating(model):
+        for batch in make_batches(rows, 1_024, 0):
+            batch = batch.to(device)
+            logprobs_BS, _ = completion_logprobs(model, batch)
+            assert batch.sampler_logprobs_BS is not None
+            difference_BS = (logprobs_BS.float() - batch.sampler_logprobs_BS).abs()
+            worst = max(worst, float(difference_BS[batch.loss_mask_BS].max()))
+    if not worst <= bound:
+        raise SamplerMismatch(
+            f"rollout engine and trainer differ by up to {worst:.3g} nats on {len(answers)} fixed prompts (limit "
+            f"{bound:g}), so rollouts would not be from the policy that is trained"
+        )
+    return worst

@@ -1,0 +1,258 @@
+"""Asynchronous rollouts: tickets ahead of the trainer, weights behind its back, and nothing older than the bound.
+
+A version of the weights has the number of the iteration that learns with it. A group may be learned from in iteration i
+if none of its tokens is older than version i - max_staleness; one that has become too old is played again, and one that
+became so twice is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.environments.failed_episodes import EpisodeFailures
+from rl_core.models.trainable_weights import trainable_weights
+from rl_core.rollout_workers.cluster import WorkerLost
+from rl_core.rollout_workers.live_worker import Collected
+from rl_core.rollout_workers.sampler_probe import ProbeAnswer
+from rl_core.rollout_workers.team import RolloutTeam, _Seat
+from rl_core.rollout_workers.tickets import FinishedTicket, Ticket, oldest_version, token_versions
+from rl_core.rollout_workers.weights import digests
+from rl_core.rollouts.collect import settle_failures
+from rl_core.settings import SamplingSettings
+from rl_core.storage.single_files import append_bytes
+from rl_core.timing import span
+from rl_core.types import RolloutGroup
+
+__all__ = ["Draw", "RolloutStream"]
+
+logger = logging.getLogger(__name__)
+
+Draw = Callable[[int], Ticket]  # the ticket of a number
+PATIENCE = 2  # times that a group may become too old before an iteration waits for it
+_POLL_S = 0.02
+
+
+@dataclass
+class RolloutStream(RolloutTeam):
+    """A team whose workers play while the trainer updates. Tickets are drawn in order of their numbers, each once."""
+
+    schedule: Path | None = None  # file of what each iteration learned from, for a replay
+    stale_groups: int = 0  # since the beginning: became too old, and were played again
+    dropped_rollouts: int = 0  # since the beginning: begun anew because of new weights
+    iteration: int = -1
+    _part: int = -1  # times that this iteration has taken groups before
+    _steps: dict[int, int] = field(default_factory=dict)  # optimizer steps behind each version
+    _next: int = 0
+    _queue: deque[Ticket] = field(default_factory=deque)  # drawn, with no worker
+    _playing: dict[int, tuple[Ticket, _Seat]] = field(default_factory=dict)
+    _finished: list[FinishedTicket] = field(default_factory=list)
+    _versions: dict[int, tuple[str, list[ProbeAnswer]]] = field(default_factory=dict)
+    _staleness: dict[str, float] = field(default_factory=dict)
+
+    def take(
+        self,
+        iteration: int,
+        count: int,
+        *,
+        ahead: int,
+        draw: Draw,
+        sampling: SamplingSettings,
+        failures: EpisodeFailures,
+        policy_version: int,
+    ) -> list[RolloutGroup]:
+        """The next groups to learn from, as many as asked for, in the order in which they were finished.
+
+        Args:
+            iteration: that learns from them, with the weights as they are now.
+            ahead: groups of an iteration: so many times (max_staleness + 1) are under way or wait, at most.
+            draw: makes the ticket of a number, once.
+            policy_version: optimizer steps behind the present weights.
+        Raises: as `RolloutTeam.play`.
+        """
+        self._part = self._part + 1 if self.iteration == iteration else 0
+        self.iteration = iteration
+        self._steps[iteration] = policy_version
+        self._publish(iteration, sampling)
+        for seat in self._seats:
+            seat.losses = 0
+        taken: list[FinishedTicket] = []
+        while len(taken) < count:
+            self._draw_ahead(ahead, len(taken), draw)
+            self._hand_out(ahead, sampling)
+            self._poll()
+            found = self._ripe(count - len(taken))
+            taken += found
+            if not found:
+                time.sleep(_POLL_S)
+        failed = [episode for finished in taken for episode in finished.failed]
+        for finished in taken:
+            for rollout in finished.group.rollouts:
+                oldest = min(version for _, version in rollout.version_starts)
+                rollout.trajectory.policy_version = self._steps.get(oldest, 0)
+        self._note(taken)
+        settle_failures(failed, sum(finished.ticket.group_size for finished in taken), failures)
+        return [finished.group for finished in taken]
+
+    # Weights
+
+    def _publish(self, iteration: int, sampling: SamplingSettings) -> None:
+        """Send the present weights as the version of this iteration, once; workers take them when they can."""
+        if self._update is not None and self._update.number == iteration:
+            return
+        with span("weight_sync"):
+            update = self._next_update(digests(trainable_weights(self.parts.model)), iteration, sampling)
+            self._versions[iteration] = (update.digest, self._answers)
+            for number in [number for number in self._versions if number < iteration - 64]:
+                del self._versions[number], self._steps[number]
+            if not self._seats:
+                self._start_all()
+                return
+            shared = self.cluster.share(update)
+            for seat in list(self._seats):
+                self._ask(seat, "send", shared, self._probe)
+
+    @property
+    def _bound(self) -> int:
+        return self.settings.max_staleness
+
+    def _expected(self, number: int) -> tuple[str, list[ProbeAnswer]]:
+        return self._versions[number]
+
+    # Tickets
+
+    def _draw_ahead(self, ahead: int, taken: int, draw: Draw) -> None:
+        """Draw tickets up to the bound: back-pressure in one direction; `_ripe` waits in the other."""
+        while len(self._queue) + len(self._playing) + len(self._finished) + taken < ahead * (self._bound + 1):
+            self._queue.append(draw(self._next))
+            self._next += 1
+
+    def _hand_out(self, ahead: int, sampling: SamplingSettings) -> None:
+        """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more."""
+        most = math.ceil(ahead * (self._bound + 1) / len(self._seats))
+        at_once = max(1, math.ceil(ahead / len(self._seats)))
+        loads = {seat.number: 0 for seat in self._seats}
+        for _, seat in self._playing.values():
+            loads[seat.number] += 1
+        given: dict[int, list[Ticket]] = {seat.number: [] for seat in self._seats}
+        while self._queue and min(loads.values()) < most:
+            number = min(loads, key=lambda number: (loads[number], number))
+            given[number].append(self._queue.popleft())
+            loads[number] += 1
+        for seat in list(self._seats):
+            if given[seat.number]:
+                self._playing |= {ticket.number: (ticket, seat) for ticket in given[seat.number]}
+                self._ask(seat, "begin", given[seat.number], sampling, at_once, self.settings.partial)
+
+    def _poll(self) -> None:
+        """Ask every worker for what it has finished, and verify the weights that it did so with."""
+        for seat in list(self._seats):
+            collected = self._ask(seat, "collect")
+            if collected is None:
+                continue
+            assert isinstance(collected, Collected)
+            for report in collected.transfers:
+                self._verify(seat, report)
+            self.dropped_rollouts += collected.dropped
+            for finished in collected.finished:
+                if self._playing.pop(finished.ticket.number, None) is not None:  # never twice
+                    self._finished.append(finished)
+
+    def _ripe(self, count: int) -> list[FinishedTicket]:
+        """Finished groups that are young enough, at most so many; too old ones are queued again."""
+        fresh: list[FinishedTicket] = []
+        for finished in self._finished:
+            if oldest_version(finished.group.rollouts, self.iteration) >= self.iteration - self._bound:
+                fresh.append(finished)
+                continue
+            self.stale_groups += 1
+            ticket = finished.ticket
+            again = Ticket(
+                ticket.number, ticket.request, ticket.group_size, ticket.temperature, ticket.seed, ticket.plays + 1
+            )
+            self._queue.appendleft(again)
+        awaited = [
+            ticket for ticket in [*self._queue, *(t for t, _ in self._playing.values())] if ticket.plays >= PATIENCE
+        ]
+        if awaited:
+            self._finished = fresh
+            return []
+        fresh.sort(key=lambda finished: -finished.ticket.plays)
+        self._finished = fresh[count:]
+        return fresh[:count]
+
+    # Workers
+
+    def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+        """Result of a worker's method; None where the worker was lost, and another has taken its place."""
+        call = self.cluster.call(seat.worker, method, *arguments)
+        while not self.cluster.wait([call], 0.2):
+            pass
+        try:
+            return self._value(call)
+        except WorkerLost as lost:
+            mine = sorted(number for number, (_, other) in self._playing.items() if other is seat)
+            for number in reversed(mine):
+                self._queue.appendleft(self._playing.pop(number)[0])
+            self.replayed_groups += len(mine)
+            self._replace(seat, str(lost), f"{len(mine)} groups are played again")
+            return None
+
+    def _note(self, taken: list[FinishedTicket]) -> None:
+        """Staleness of what is learned from, and its line in the schedule."""
+        ages = [
+            self.iteration - version
+            for finished in taken for rollout in finished.group.rollouts for version in token_versions(rollout)
+        ]  # fmt: skip
+        self._staleness = {
+            "policy/staleness_mean": sum(ages) / max(1, len(ages)), "policy/staleness_max": float(max(ages, default=0)),
+        }  # fmt: skip
+        if self.schedule is None:
+            return
+        groups = [
+            {
+                **finished.ticket.to_json(),
+                "rollouts": {r.trajectory.sample: r.version_starts for r in finished.group.rollouts},
+            }
+            for finished in taken
+        ]
+        line = json.dumps({"iteration": self.iteration, "part": self._part, "groups": groups})
+        append_bytes(self.schedule, line.encode() + b"\n")
+
+    def metrics(self) -> dict[str, float]:
+        """Those of every team, the age of what was learned from, and the state of the queue."""
+        return super().metrics() | self._staleness | {
+            "perf/stale_groups": float(self.stale_groups),
+            "perf/dropped_rollouts": float(self.dropped_rollouts),
+            "perf/queued_groups": float(len(self._queue) + len(self._playing) + len(self._finished)),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """As of every team; what was under way is queued again."""
+        self._queue = deque(self._open())
+        self._playing, self._finished, self._versions = {}, [], {}
+        super().close()
+
+    # Checkpoint
+
+    def _open(self) -> list[Ticket]:
+        """Tickets that were drawn and not learned from, by their numbers."""
+        tickets = [*self._queue, *(ticket for ticket, _ in self._playing.values())]
+        return sorted([*tickets, *(finished.ticket for finished in self._finished)], key=lambda ticket: ticket.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tickets that were drawn and not learned from: a resumed run plays each of them."""
+        return {"next": self._next, "open": [ticket.to_json() for ticket in self._open()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; workers are started anew."""
+        self._next = int(state["next"])
+        self._queue = deque(Ticket.from_json(row) for row in state["open"])
+        self._playing, self._finished = {}, []

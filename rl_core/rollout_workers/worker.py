@@ -1,0 +1,147 @@
+"""One rollout worker: a model of its own, its engine and its environments. Knows nothing of how it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import FailedEpisode
+from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
+from rl_core.inference.engine import Engine, make_backend
+from rl_core.models.trainable_weights import trainable_weights
+from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, play_probe
+from rl_core.rollout_workers.weights import PackedTensor, WeightUpdate, digest_of, digests, restore
+from rl_core.rollouts.collect import GroupPlan, Renderer, play_groups, with_native_tools
+from rl_core.settings import SamplingSettings
+from rl_core.types import RolloutGroup
+
+__all__ = ["PlayTask", "PlayedTask", "RolloutWorker", "TransferReport", "WorkerSpec", "runtime_versions"]
+
+
+def runtime_versions() -> dict[str, str]:
+    """Versions that a worker's process has to share with its trainer's."""
+    import transformers
+
+    return {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that a worker is made of, but the weights."""
+
+    skeleton: Any  # of the model, see `weights.skeleton`
+    device: str
+    renderer: Renderer
+    environment: Callable[[], Environment]
+    eos_ids: Sequence[int]
+    pad_id: int
+    max_length: int
+    threads: int  # of torch: the trainer's number, so that products are summed alike
+    versions: Mapping[str, str]  # of the trainer's process, see `runtime_versions`
+
+    def check_versions(self) -> None:
+        """Raises: SettingsError where this process has other versions than the trainer's."""
+        for name, here in runtime_versions().items():
+            if here != self.versions[name]:
+                raise SettingsError(
+                    f"rollouts.workers: a node of the cluster ({os.uname().nodename}) has {name} {here}, the trainer "
+                    f"{self.versions[name]}; install the same constraints.txt on every node"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What a worker says of the weights that it has loaded."""
+
+    number: int  # of the version
+    digest: str  # of the weights in its model
+    answers: list[ProbeAnswer]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlayTask:
+    """Groups to play in one run of the engine."""
+
+    indices: list[int]  # of the groups in the collection
+    plans: list[GroupPlan]
+    group_size: int
+    sampling: SamplingSettings
+    seed: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTask:
+    """The groups of a task, and the episodes that failed."""
+
+    indices: list[int]
+    groups: list[RolloutGroup]
+    failed: list[FailedEpisode]
+
+
+class RolloutWorker:
+    """Plays tasks with the weights that it was given last."""
+
+    def __init__(self, spec: WorkerSpec, base: Mapping[str, PackedTensor]) -> None:
+        """Build model, engine and environment. Raises: SettingsError for other versions, or an environment's error."""
+        spec.check_versions()
+        torch.set_num_threads(spec.threads)
+        self.spec = spec
+        self.model = restore(spec.skeleton, base, spec.device)
+        self.model.train()  # as the trainer's between its updates; engines take no notice
+        self.environment = spec.environment()
+        self.renderer = with_native_tools(spec.renderer, self.environment.tools)
+        self.backend = make_backend(
+            self.model, eos_ids=spec.eos_ids, pad_id=spec.pad_id, max_length=spec.max_length
+        )  # fmt: skip
+        if isinstance(self.backend, Engine):
+            self.backend.keep_apart()
+        self.version = -1
+
+    def load(self, update: WeightUpdate, probe: Probe) -> TransferReport:
+        """Copy an update into the model, and say what it holds then and how it samples.
+
+        Raises: SamplerMismatch for weights that this model does not have.
+        """
+        torch.set_num_threads(self.spec.threads)  # of this thread: a pool of them may call
+        own = trainable_weights(self.model)
+        with torch.no_grad():
+            for name, packed in update.changed.items():
+                if name not in own or own[name].shape != torch.Size(packed.shape):
+                    raise SamplerMismatch(f"{name}: was sent to a worker whose model has no such weight")
+                own[name].copy_(packed.tensor())
+        self.version = update.number
+        self.backend.refresh()
+        answers = play_probe(self.backend, probe)
+        return TransferReport(update.number, digest_of(digests(trainable_weights(self.model))), answers, os.getpid())
+
+    def play(self, task: PlayTask) -> PlayedTask:
+        """Play a task's groups. Raises: as `rollouts.collect.collect`."""
+        torch.set_num_threads(self.spec.threads)
+        failed: list[FailedEpisode] = []
+        groups = play_groups(
+            self.environment, self.backend, self.renderer, task.plans,
+            group_size=task.group_size, sampling=task.sampling, seed=task.seed, policy_version=task.policy_version,
+            on_failure=failed.append,
+        )  # fmt: skip
+        return PlayedTask(task.indices, groups, failed)
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """Result of a method, or its error as a value: it is raised again where it is for the user to see."""
+        try:
+            return getattr(self, method)(*arguments)
+        except PosttrainError as error:
+            return error
+        except Exception as error:
+            return WorkerFailed(f"a rollout worker raised {type(error).__name__}: {error}")

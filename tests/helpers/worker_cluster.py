@@ -1,0 +1,103 @@
+"""A cluster of rollout workers within this process, with faults on demand; and teams of trainers on it."""
+
+import pickle
+import random
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.letters import make_trainer
+from rl_core.rollout_workers.cluster import WorkerLost
+from rl_core.rollout_workers.live_worker import LiveWorker
+from rl_core.rollout_workers.team import RolloutTeam, TeamParts
+from rl_core.rollout_workers.worker import RolloutWorker
+from rl_core.settings import RolloutSettings
+
+
+def compiled_model(tokenizer, context=32):
+    """A small Llama that compiled code decodes: there a row's bits do not depend on the rows beside it."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, max_position_embeddings=context, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def letters_trainer(tokenizer, environment=None, **options):
+    """The trainer of `helpers.letters` on such a model."""
+    model = options.pop("model", None) or compiled_model(tokenizer)
+    return make_trainer(tokenizer, environment, model=model, **options)
+
+
+class LocalCluster:
+    """A `WorkerCluster`: specs and tasks travel as pickles, calls end in an order drawn from `seed`.
+
+    lose: numbers of calls (from 0, in the order in which they were made) whose worker dies in place of an answer.
+    """
+
+    def __init__(self, seed=0, lose=(), worker_class=RolloutWorker):
+        self.random, self.lose, self.worker_class = random.Random(seed), set(lose), worker_class
+        self.calls, self.workers, self.opened, self.closed, self.stopped = [], [], [], 0, 0
+
+    def open(self, num_bytes):
+        self.opened.append(num_bytes)
+
+    def share(self, value):
+        return pickle.dumps(value)
+
+    def start(self, spec, base, *, is_live):
+        kind = LiveWorker if is_live and self.worker_class is RolloutWorker else self.worker_class
+        self.workers.append(kind(pickle.loads(spec), pickle.loads(base)))
+        return self.workers[-1]
+
+    def call(self, worker, method, *arguments):
+        sent = [pickle.loads(a) if isinstance(a, bytes) else pickle.loads(pickle.dumps(a)) for a in arguments]
+        self.calls.append((worker, method, sent))
+        return len(self.calls) - 1
+
+    def wait(self, calls, timeout_s):
+        return [self.random.choice(calls)] if calls else []
+
+    def result(self, call):
+        worker, method, sent = self.calls[call]
+        if call in self.lose:
+            raise WorkerLost("killed by the test")
+        return pickle.loads(pickle.dumps(worker.answer(method, *sent)))
+
+    def stop(self, worker):
+        self.stopped += 1
+        if isinstance(worker, LiveWorker):
+            worker.end()
+
+    def close(self):
+        self.closed += 1
+        for worker in self.workers:
+            if isinstance(worker, LiveWorker):
+                worker.end()
+
+    def made(self, method):
+        """Arguments of all calls of a method."""
+        return [sent for _, name, sent in self.calls if name == method]
+
+
+def with_team(trainer, cluster, count=2, **options):
+    """The trainer of `helpers.letters`, with workers on a cluster."""
+    trainer.team = RolloutTeam(
+        RolloutSettings(workers="ray", count=count, **options),
+        cluster,
+        TeamParts(
+            trainer.policy, trainer.backend, trainer.renderer, lambda_free(trainer.environment),
+            eos_ids=range(0, trainer.policy.config.vocab_size, 2), pad_id=trainer.pad_id,
+        ),
+    )  # fmt: skip
+    return trainer
+
+
+class lambda_free:  # noqa: N801  # a function that can be pickled
+    def __init__(self, environment):
+        self.environment = environment
+
+    def __call__(self):
+        return self.environment

@@ -1,0 +1,131 @@
+"""Rollout workers as real Ray actors; skipped without Ray."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from helpers.letters import comparable, weights
+from helpers.worker_cluster import letters_trainer, with_team
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import SettingsError
+from rl_core.rollout_workers import ray_cluster
+from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store, reap_folders
+from rl_core.settings import RolloutSettings
+from rl_core.settings.rollouts import check_ray
+
+ray = pytest.importorskip("ray")
+
+SETTINGS = RolloutSettings(workers="ray", count=2)
+
+
+def leftovers():
+    """Session folders of ours and files in shared memory."""
+    folders = Path(tempfile.gettempdir()).glob(f"{ray_cluster._PREFIX}*")
+    return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
+
+
+def bits(trainer, iterations):
+    return [comparable(trainer.step()) for _ in range(iterations)], weights(trainer).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+@pytest.mark.slow
+def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer):
+    before, handler = leftovers(), signal.getsignal(signal.SIGTERM)
+    alone = bits(letters_trainer(tokenizer), 6)
+    cluster = RayCluster(SETTINGS)
+    trainer = with_team(letters_trainer(tokenizer), cluster)
+    try:
+        first, _ = bits(trainer, 3)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        pid = cluster._ray.get(
+            cluster._handles[0].answer.remote("load", trainer.team._whole(), trainer.team._probe)
+        ).pid
+        threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
+        rest, last = bits(trainer, 3)
+        assert (first + rest, last) == alone
+        assert trainer.team.lost_workers == 1
+    finally:
+        trainer.team.close()
+    assert leftovers() == before and not ray.is_initialized()
+
+
+DRIVER = """
+import os, signal, sys
+sys.path[:0] = ["tests"]
+from helpers.worker_cluster import letters_trainer, with_team
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.rollout_workers.ray_cluster import RayCluster
+from rl_core.settings import RolloutSettings
+trainer = with_team(letters_trainer(train_tokenizer(["abc xyz"], 300)), RayCluster(RolloutSettings(workers="ray")), 1)
+trainer.step()
+print(trainer.team.cluster._folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start():
+    run = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    folder = Path(run.stdout.split()[-1])
+    assert run.returncode == -signal.SIGKILL and folder.is_dir()
+    ends = threading.Event()
+    for _ in range(100):  # Ray's reaper sees that its parent is gone
+        if not processes_of(folder):
+            break
+        ends.wait(0.2)
+    assert processes_of(folder) == []
+    assert folder.name in reap_folders() and not folder.exists()
+
+
+def processes_of(folder):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, lock = ray_cluster._own_folder()
+    assert reap_folders() == [] and folder.is_dir()
+    os.close(lock)
+    assert reap_folders() == [folder.name] and not folder.exists()
+
+
+def test_a_cluster_that_does_not_answer_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"address: no Ray cluster answers at 127.0.0.1:{port}"):
+            check_address(f"127.0.0.1:{port}")
+    check_address("auto")
+
+
+def test_a_store_that_does_not_fit_is_one_line():
+    assert check_store(0) == ray_cluster.LEAST_STORE
+    with pytest.raises(SettingsError, match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine"):
+        check_store(2**50)
+
+
+def test_a_missing_ray_is_one_line(monkeypatch):
+    check_ray()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"needs the package ray .*: pip install 'posttrain\[ray\]'"):
+        check_ray()

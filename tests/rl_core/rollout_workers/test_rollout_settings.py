@@ -1,0 +1,57 @@
+"""Settings of rollout workers: refusals in one line, and what of them is part of a stage's key."""
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_core.settings import LaunchSettings, PolicySettings, RolloutSettings
+from tasks.config import from_dict
+from tasks.pipeline.key import stage_key
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 2}, "count: 2 is of workers, and there are none in_process"),
+        ({"max_staleness": 1}, "max_staleness: 1 needs rollouts beside the updates; set workers: ray"),
+        ({"address": "127.0.0.1:6379"}, "address: '127.0.0.1:6379' is of workers"),
+        ({"workers": "ray", "address": "head"}, "address: 'head' must be host:port of a Ray cluster's head, or auto"),
+        ({"replay_schedule": "schedule.jsonl"}, "replay_schedule: is of a run with max_staleness above 0"),
+    ],
+)
+def test_settings_of_workers_need_workers(options, message):
+    with pytest.raises(SettingsError, match=message):
+        RolloutSettings(**options)
+
+
+STALE = RolloutSettings(workers="ray", max_staleness=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollouts": STALE}, "max_staleness: 2 learns from rollouts of older weights; set importance"),
+        ({"rollouts": STALE, "algorithm": "ppo"}, r"max_staleness: 2 with a critic \(ppo\)"),
+        (
+            {"rollouts": RolloutSettings(workers="ray"), "launch": LaunchSettings(kind="torchrun", processes=2)},
+            "rollouts.workers: ray serves a trainer of one process",
+        ),
+    ],
+)
+def test_what_cannot_learn_is_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        PolicySettings(**options)
+
+
+def test_the_key_holds_what_decides_numbers():
+    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False)
+
+    def key(**options):
+        return stage_key(
+            "policy", PolicySettings(importance="token", rollouts=RolloutSettings(**options)), pipeline, {}
+        )
+
+    apart = {key(independent=True), key(workers="ray"), key(workers="ray", count=3), key(workers="ray", address="auto")}
+    assert len(apart) == 1
+    late = [key(workers="ray", max_staleness=1), key(workers="ray", max_staleness=1, partial="drop")]
+    assert len({key(), *apart, *late}) == 4
+    assert key(workers="ray", max_staleness=1, count=3) == late[0]

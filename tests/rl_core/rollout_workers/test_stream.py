@@ -1,0 +1,136 @@
+"""Asynchronous rollouts: staleness bound, queue, checkpoint, and the replay of a recorded schedule."""
+
+import time
+
+import pytest
+from helpers.letters import LOW, LetterEpisode, Letters, comparable, weights
+from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer, with_team
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.environment import Step
+from rl_core.errors import DataError
+from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
+from rl_core.rollout_workers.stream import RolloutStream
+from rl_core.rollout_workers.tickets import token_versions
+from rl_core.settings import SamplingSettings
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+class SlowEpisode(LetterEpisode):
+    """Two turns; every fifth episode takes as long as several iterations."""
+
+    turns = 0
+
+    def act(self, text):
+        self.turns += 1
+        if self.turns < 4:
+            time.sleep(0.15 if self.seed % 5 == 0 else 0.002)
+            is_low = text[:1].lower() in "abcdefghijklm" if text else False
+            return Step(messages=[{"role": "user", "content": "more"}], reward=float(is_low))
+        return super().act(text)
+
+
+class SlowLetters(Letters):
+    name = "slow_letters"
+
+    def episode(self, seed, level):
+        return SlowEpisode(seed, level)
+
+
+@pytest.fixture(autouse=True)
+def clusters():
+    """Ends every worker's thread after a test."""
+    _CLUSTERS.clear()
+    yield
+    for cluster in _CLUSTERS:
+        cluster.close()
+
+
+_CLUSTERS = []
+
+
+def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, lose=(), **options):
+    """A trainer whose workers are threads of this process."""
+    sampling = SamplingSettings(max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2)
+    trainer = letters_trainer(
+        tokenizer, SlowLetters(), context=64, curriculum=LOW, importance="token", sampling=sampling,
+        prompts_per_iteration=4, group_size=3, **options,
+    )  # fmt: skip
+    cluster = LocalCluster(lose=lose)
+    _CLUSTERS.append(cluster)
+    with_team(trainer, cluster, count, max_staleness=staleness, partial=partial)
+    team, trainer.team = trainer.team, None
+    trainer.stream = RolloutStream(team.settings, cluster, team.parts, schedule=schedule)
+    return trainer
+
+
+def run(trainer, iterations):
+    rows = []
+    for _ in range(iterations):
+        metrics = comparable(trainer.step())
+        rows.append((metrics, [(r.completion_ids, r.sampler_logprobs) for g in trainer.groups for r in g.rollouts]))
+    return rows
+
+
+def versions_of(trainer):
+    return [version for g in trainer.groups for r in g.rollouts for version in token_versions(r)]
+
+
+@pytest.mark.parametrize("partial", ["keep", "drop"])
+def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partial):
+    file = tmp_path / "schedule.jsonl"
+    trainer = make_stream(tokenizer, file, partial=partial, model=compiled_model(tokenizer, 64))
+    rows, mixed, untrained = [], 0, weights(trainer)
+    for iteration in range(8):
+        rows += run(trainer, 1)
+        versions = versions_of(trainer)
+        assert all(iteration - 2 <= version <= iteration for version in versions)
+        starts = [r.version_starts for g in trainer.groups for r in g.rollouts]
+        mixed += sum(len({version for _, version in start}) > 1 for start in starts)
+    used = [group["number"] for rows_of in read_schedule(file).values() for row in rows_of for group in row["groups"]]
+    assert len(used) == len(set(used)) == 8 * 4  # learned from once
+    assert (weights(trainer) - untrained).abs().max() > 1e-2  # versions differ
+    open_tickets = [ticket.number for ticket in trainer.stream._open()]
+    assert sorted([*used, *open_tickets]) == list(range(trainer.stream._next))  # and none is lost
+    assert len(open_tickets) <= 4 * 3
+    assert mixed == 0 if partial == "drop" else mixed > 0
+
+    again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
+    again.stream = ScheduleReplay(file, again.stream.parts, 2)
+    replayed = run(again, 8)
+    drawn = ("policy/staleness_mean", "policy/staleness_max")
+    assert [row for _, row in replayed] == [row for _, row in rows]
+    assert [metrics for metrics, _ in replayed] == [
+        {name: value for name, value in metrics.items() if name not in drawn} for metrics, _ in rows
+    ]
+    assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
+    with pytest.raises(DataError, match="the schedule ends before iteration 9"):
+        again.step()
+
+
+def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path):
+    file = tmp_path / "schedule.jsonl"
+    trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64))
+    run(trainer, 3)
+    state, kept = trainer.state_dict(), {n: t.clone() for n, t in trainer.policy.state_dict().items()}
+    resumed = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), lose={8, 13})
+    resumed.policy.load_state_dict(kept)
+    resumed.load_state_dict(state)
+    run(resumed, 3)
+    assert resumed.stream.lost_workers == 2
+    used = [group["number"] for rows in read_schedule(file).values() for row in rows for group in row["groups"]]
+    open_tickets = [ticket.number for ticket in resumed.stream._open()]
+    assert len(used) == len(set(used)) == 6 * 4
+    assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next))
+
+
+@pytest.mark.parametrize("text", [b"", b"{}\n", b'{"iteration": 0, "part": 0, "groups": [{"number": 1}]}\n', b"\xff\n"])
+def test_a_file_that_is_no_schedule_is_refused(tmp_path, text):
+    file = tmp_path / "schedule.jsonl"
+    file.write_bytes(text)
+    with pytest.raises(DataError, match=r"schedule\.jsonl"):
+        read_schedule(file)
