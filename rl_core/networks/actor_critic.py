@@ -17,6 +17,7 @@ from torch import nn
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.supervised import token_entropy
 from rl_core.networks.observation_statistics import ObservationStatistics
+from rl_core.networks.paired_layers import paired_layers
 
 __all__ = ["ActionSpace", "ActorCritic", "NetworkShape", "PolicyNetwork", "ValueNetwork"]
 
@@ -102,16 +103,21 @@ class PolicyNetwork(nn.Module):
             actions: int64 [B], counted from 0; or float [B, A], as drawn, before they are clipped to bounds.
         Raises: DataError on shapes.
         """
-        outputs_BA = self(observations_BD)
+        return self.of_outputs(self(observations_BD), actions)
+
+    def of_outputs(
+        self, outputs_BA: torch.Tensor, actions: torch.Tensor, *, with_entropy: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same from the outputs of `forward`; with_entropy: False = the entropy has no gradient."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
             raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
         if self.actions.is_discrete:
             log_p_BA = outputs_BA.log_softmax(-1)
-            return log_p_BA.gather(1, actions[:, None])[:, 0], token_entropy(log_p_BA)
-        return gaussian_logprobs(actions, outputs_BA, self.log_std_A), gaussian_entropy(self.log_std_A).expand(
-            len(outputs_BA)
-        )
+            entropy_B = token_entropy(log_p_BA if with_entropy else log_p_BA.detach())
+            return log_p_BA.gather(1, actions[:, None])[:, 0], entropy_B
+        entropy = gaussian_entropy(self.log_std_A if with_entropy else self.log_std_A.detach())
+        return gaussian_logprobs(actions, outputs_BA, self.log_std_A), entropy.expand(len(outputs_BA))
 
     def act(self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None) -> torch.Tensor:
         """Actions, int64 [B] counted from 0 or float [B, A] (not clipped): drawn by the noise, or the likeliest.
@@ -158,10 +164,18 @@ class ActorCritic(nn.Module):
         """Observations as the networks see them."""
         return observations_BD if self.statistics is None else self.statistics(observations_BD)
 
-    def forward(self, observations_BD: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the actions, entropies, values; float [B] each, from raw observations."""
-        seen_BD = self.normalised(observations_BD)
-        return (*self.policy.logprobs_and_entropy(seen_BD, actions), self.value(seen_BD))
+    def forward(
+        self, observations_BD: torch.Tensor, actions: torch.Tensor, *, with_entropy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of the actions, entropies, values; float [B] each, from raw observations.
+
+        with_entropy: False = the entropies have no gradient.
+        """
+        outputs_BA, values_B1 = paired_layers(
+            self.normalised(observations_BD), list(self.policy.layers.parameters()),
+            list(self.value.layers.parameters()), self.shape.activation,
+        )  # fmt: skip
+        return (*self.policy.of_outputs(outputs_BA, actions, with_entropy=with_entropy), values_B1[:, 0])
 
     @torch.no_grad()
     def values(self, observations_BD: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.importance import importance_ratios
-from rl_core.losses.masking import masked_whiten
+from rl_core.losses.masking import full_mask, masked_whiten
 from rl_core.losses.policy import clipped_policy_loss
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import explained_variance, value_loss
@@ -74,7 +74,7 @@ class NetworkUpdate:
         with span("measure"):
             rows = self._rows()
         metrics = self._metrics(rows)
-        if settings.normalise_advantages == "iteration":
+        if settings.normalise_advantages == "iteration" or self._is_one_minibatch:
             rows.advantages_M = whitened(rows.advantages_M)
         parts: list[dict[str, float]] = []
         for _ in range(settings.epochs):
@@ -121,24 +121,35 @@ class NetworkUpdate:
     def _minibatches(self, rows: NetworkBatch, rng: np.random.Generator) -> list[NetworkBatch]:
         """Rows of each optimizer step of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
-            return [rows.rows(slice(None))]
+            return [rows]
         order = torch.from_numpy(rng.permutation(len(rows.advantages_M)))
-        return [rows.rows(index) for index in order.tensor_split(self.settings.minibatches) if len(index)]
+        found = [rows.rows(index) for index in order.tensor_split(self.settings.minibatches) if len(index)]
+        if self.settings.normalise_advantages == "minibatch":
+            for minibatch in found:
+                minibatch.advantages_M = whitened(minibatch.advantages_M)
+        return found
+
+    @property
+    def _is_one_minibatch(self) -> bool:
+        """True = advantages are normalised over an optimizer step's rows, which are the same at every step."""
+        return self.settings.normalise_advantages == "minibatch" and self.settings.minibatches == 1
 
     def _step(self, rows: NetworkBatch) -> dict[str, float]:
         """One optimizer step on these rows."""
         self.num_rows = len(rows.advantages_M)
-        if self.settings.normalise_advantages == "minibatch":
-            rows.advantages_M = whitened(rows.advantages_M)
         size = self.settings.micro_batch_tokens
+        if self.num_rows <= size:
+            return self.optimizer_step.apply([rows], self.loss)
         batches = [rows.rows(slice(start, start + size)) for start in range(0, self.num_rows, size)]
         return self.optimizer_step.apply(batches, self.loss)
 
     def loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the rows of the optimizer step; metrics per row."""
         settings, count = self.settings, self.num_rows
-        logprobs_M, entropy_M, values_M = self.model(batch.observations_MD, batch.actions)
-        mask_M1 = torch.ones(len(logprobs_M), 1, dtype=torch.bool)
+        logprobs_M, entropy_M, values_M = self.model(
+            batch.observations_MD, batch.actions, with_entropy=settings.entropy_coef > 0
+        )
+        mask_M1 = full_mask(len(logprobs_M), 1)
         policy, parts = clipped_policy_loss(
             logprobs_M[:, None], batch.old_logprobs_M[:, None], batch.advantages_M[:, None], mask_M1,
             num_loss_tokens=count, clip_eps=settings.clip_eps,
@@ -192,4 +203,4 @@ def policy_logprobs(model: ActorCritic, observations_MD: torch.Tensor, actions: 
 
 def whitened(advantages_M: torch.Tensor) -> torch.Tensor:
     """Advantages of mean 0 and variance 1."""
-    return masked_whiten(advantages_M[:, None], torch.ones(len(advantages_M), 1, dtype=torch.bool))[:, 0]
+    return masked_whiten(advantages_M[:, None], full_mask(len(advantages_M), 1))[:, 0]

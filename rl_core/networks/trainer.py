@@ -64,7 +64,7 @@ class NetworkTrainer:
             raise SettingsError(
                 f"num_environments: {settings.num_environments}, but the VectorEnv has {self.environment.size}"
             )
-        self.model = ActorCritic(self._shape(), seed)
+        self.model = ActorCritic(self._shape(), seed).eval()
         self.optimizer_step = OptimizerStep(
             self.model, settings, settings.iterations * settings.updates_per_iteration,
             max_nonfinite=settings.max_nonfinite,
