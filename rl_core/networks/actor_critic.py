@@ -159,6 +159,8 @@ class ActorCritic(nn.Module):
         self.statistics = ObservationStatistics(shape.observation_size) if shape.normalises else None
         self.policy = PolicyNetwork(shape, generator)
         self.value = ValueNetwork(shape, generator)
+        # asked for at every pass, and slow to look up; weights change in place only
+        self._weights = (tuple(self.policy.layers.parameters()), tuple(self.value.layers.parameters()))
 
     def normalised(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Observations as the networks see them."""
@@ -171,10 +173,7 @@ class ActorCritic(nn.Module):
 
         with_entropy: False = the entropies have no gradient.
         """
-        outputs_BA, values_B1 = paired_layers(
-            self.normalised(observations_BD), list(self.policy.layers.parameters()),
-            list(self.value.layers.parameters()), self.shape.activation,
-        )  # fmt: skip
+        outputs_BA, values_B1 = paired_layers(self.normalised(observations_BD), *self._weights, self.shape.activation)
         return (*self.policy.of_outputs(outputs_BA, actions, with_entropy=with_entropy), values_B1[:, 0])
 
     @torch.no_grad()

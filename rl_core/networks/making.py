@@ -57,7 +57,8 @@ def make_vector(maker: EnvironmentMaker, count: int, vectorization: str = "sync"
     gymnasium = gymnasium_module()
     kind = gymnasium.vector.AsyncVectorEnv if vectorization == "async" else gymnasium.vector.SyncVectorEnv
     try:
-        return kind([maker] * count, autoreset_mode=gymnasium.vector.AutoresetMode(DISABLED))
+        # its observations are read into arrays of our own before the next step
+        return kind([maker] * count, copy=False, autoreset_mode=gymnasium.vector.AutoresetMode(DISABLED))
     except Exception as error:
         raise SettingsError(_refusal(error)) from error
 

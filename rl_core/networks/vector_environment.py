@@ -132,8 +132,10 @@ class VectorEnvironment:
     def _begin(self, mask_N: np.ndarray, seeds: list[int]) -> None:
         """New episodes where the mask is True; in a mode that resets by itself, in all environments."""
         with self._faults("reset"):
-            options = {"reset_mask": mask_N.copy()} if self.mode == DISABLED else None
-            found, _ = self.inner.reset(seed=seeds, options=options)
+            if self.mode == DISABLED:
+                found, _ = self.inner.reset(seed=list(seeds), options={"reset_mask": mask_N.copy()})
+            else:  # once; vectors that are one program (`vector_entry_point`) take a single seed
+                found, _ = self.inner.reset(seed=seeds[0])
             self.observations_ND = self._read(found)
         for place in np.flatnonzero(mask_N):
             self._seeds[place] = seeds[place]

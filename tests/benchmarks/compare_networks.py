@@ -3,10 +3,10 @@
     pip install 'posttrain[gymnasium]' stable-baselines3
     python tests/benchmarks/compare_networks.py --output DIR [--seeds 5] [--steps 100000] [--environment CartPole-v1]
 
-stable-baselines3 is no dependency of the project, so it is installed by hand. Both train in this process, on `--threads`
-threads, seed by seed in turns: the order alternates, so that a machine that slows down slows both. Seconds are those from
-the first step to the last update; making the environments and the evaluation are left out. Both are then evaluated
-greedily on the same 100 held-out seeds.
+stable-baselines3 is no dependency of the project, so it is installed by hand. Both train in this process, on
+`--threads` threads, seed by seed in turns: the order alternates, so that a machine that slows down slows both. Seconds
+are those from the first step to the last update; making the environments and the evaluation are left out. Both are then
+evaluated greedily on the same 100 held-out seeds.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def table(found: list[dict[str, Any]], steps: int) -> str:
     told = [f"{statistics.median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f})" for found in speeds.values()]
     lines.append(f"| steps per second, median (range) | {' | '.join(told)} |")
     pairs = [mine / other for mine, other in zip(*speeds.values(), strict=True)]
-    lines.append(f"| ratio, median over seeds (range) | {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f}) | 1 |")
+    ratio = f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+    lines.append(f"| steps per second over stable-baselines3's, median over seeds (range) | {ratio} | 1 |")
     return "\n".join(lines)
 
 
@@ -174,11 +175,18 @@ def main() -> None:
         for name in list(sides)[:: 1 if seed % 2 == 0 else -1]:
             if arguments.only in (None, name):
                 load = os.getloadavg()[0]
-                run = {"name": name, "seed": seed, "load": load, **sides[name](arguments.environment, arguments.steps, seed)}
+                run = {
+                    "name": name,
+                    "seed": seed,
+                    "load": load,
+                    **sides[name](arguments.environment, arguments.steps, seed),
+                }
                 found.append(run)
                 mean = statistics.fmean(run["returns"])
                 speed = run["steps"] / run["seconds"]
-                print(f"{name} seed {seed}: return {mean:.1f}, {speed:,.0f} steps/s (load before {load:.1f})", flush=True)
+                print(
+                    f"{name} seed {seed}: return {mean:.1f}, {speed:,.0f} steps/s (load before {load:.1f})", flush=True
+                )
     found.sort(key=lambda run: (run["name"], run["seed"]))
     name = arguments.environment.lower()
     (arguments.output / f"{name}.json").write_text(json.dumps({"given": GIVEN[arguments.environment], "runs": found}))

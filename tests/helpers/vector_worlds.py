@@ -73,7 +73,7 @@ class WalkerVector:
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         for i, walker in enumerate(self.walkers):
             if mask[i]:
-                self.seen[i], _ = walker.reset(seed=seed[i])
+                self.seen[i], _ = walker.reset(seed=seed[i] if isinstance(seed, list) else seed + i)
                 self.ended[i] = False
         return np.stack(self.seen), {}
 
