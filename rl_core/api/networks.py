@@ -10,8 +10,8 @@ from typing import Any
 
 from rl_core.api.own_functions import code_digests
 from rl_core.api.recipes.network import network
+from rl_core.api.resumable_training import ResumableTraining, decisive, folder_of
 from rl_core.api.training import settings_of_kind
-from rl_core.api.training_run import TrainingRun, decisive, folder_of
 from rl_core.errors import SettingsError
 from rl_core.networks.actor_critic import ActorCritic
 from rl_core.networks.making import EnvironmentMaker, environment_name, single_maker
@@ -26,7 +26,7 @@ __all__ = ["NetworkTraining", "network_ppo"]
 
 
 @dataclass(kw_only=True)
-class NetworkTraining(TrainingRun[NetworkTrainer]):
+class NetworkTraining(ResumableTraining[NetworkTrainer]):
     """Training of a network. `run` trains, `save` writes it; both may be called again."""
 
     environment: str  # its name

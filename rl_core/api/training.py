@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_core.api.evaluation import generate
 from rl_core.api.policy import ModelSource, Policy, model_name
 from rl_core.api.recipes import Recipe
-from rl_core.api.training_run import TrainingRun, decisive, folder_of
+from rl_core.api.resumable_training import ResumableTraining, decisive, folder_of
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import SettingsError
@@ -41,7 +41,7 @@ S = TypeVar(
 
 
 @dataclass(kw_only=True)
-class Training(TrainingRun[T]):
+class Training(ResumableTraining[T]):
     """Training of a language model. `run` trains, `save` writes the model; both may be called again."""
 
     model: PreTrainedModel  # trained in place

@@ -145,9 +145,13 @@ def test_a_class_of_the_users_by_file(tmp_path, monkeypatch):
         ({"environment": "Foo-v1"}, "environment", "cannot be made (NameNotFound: Environment `Foo` doesn't exist.)"),
         ({"environment_options": {"wheels": 2}}, "environment", "cannot be made (TypeError"),
         ({"environment": "Blackjack-v1"}, "environment", "observations are Tuple"),
-        ({"environment": "CartPole-v1", "gamma": 2}, "gamma", "2 must be at most 1"),
+        (
+            {"environment": "CartPole-v1", "gamma": 2},
+            "gamma",
+            "found 2 (whole number); expected a number at least 0 and at most 1",
+        ),
         ({"replay": 2}, "replay", "set advantages to vtrace"),
-        ({"hidden": "64"}, "hidden", "'64' is not"),
+        ({"hidden": "64"}, "hidden", "found '64' (text); expected a list"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(settings, key, words):

@@ -24,7 +24,7 @@ from rl_core.training.trainer_protocol import Trainer
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TrainingRun", "decisive", "folder_of"]
+__all__ = ["ResumableTraining", "decisive", "folder_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LENGTHS = ("iterations", "epochs", "max_steps")  # free as well under a constant
 
 
 @dataclass
-class TrainingRun(Generic[T]):
+class ResumableTraining(Generic[T]):
     """One training run. `run` trains; it may be called again.
 
     With `output`, metrics, rewards and checkpoints are kept in that folder, and a run that was stopped or killed
