@@ -18,6 +18,7 @@ from rl_core.errors import ModelError, PosttrainError
 from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
 from rl_core.storage.folders import put_bytes
 from rl_core.storage.replaced_folders import replace_folder
+from rl_core.storage.single_files import make_folder
 
 __all__ = ["load_network", "publish_network", "save_network"]
 
@@ -41,7 +42,7 @@ def save_network(model: ActorCritic, folder: Path, environment: str) -> None:
             "low": [repr(bound) for bound in actions.low], "high": [repr(bound) for bound in actions.high],
         },
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     put_bytes(folder / CONFIG, json.dumps(config, indent=2).encode())
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     put_bytes(folder / WEIGHTS, safetensors.torch.save(weights))

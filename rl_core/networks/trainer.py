@@ -20,7 +20,7 @@ from rl_core.networks.network_evaluation import PlayedEpisodes, action_noise, pl
 from rl_core.networks.network_update import NetworkUpdate, policy_logprobs
 from rl_core.networks.spaces import clipped_share
 from rl_core.networks.step_buffer import StepBuffer
-from rl_core.networks.vector_environment import VectorEnvironment
+from rl_core.networks.vector_environment import NEXT_STEP, VectorEnvironment
 from rl_core.settings import NetworkSettings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
@@ -64,6 +64,8 @@ class NetworkTrainer:
             raise SettingsError(
                 f"num_environments: {settings.num_environments}, but the VectorEnv has {self.environment.size}"
             )
+        if self.environment.mode == NEXT_STEP and settings.rollout_steps < 2:
+            raise SettingsError("rollout_steps: a VectorEnv that resets at the next step needs at least 2")
         self.model = ActorCritic(self._shape(), seed).eval()
         self.optimizer_step = OptimizerStep(
             self.model, settings, settings.iterations * settings.updates_per_iteration,

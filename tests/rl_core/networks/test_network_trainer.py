@@ -236,6 +236,9 @@ def test_an_environment_that_raises_in_the_middle_leaves_the_weights_alone():
 def test_a_vector_of_another_size_is_refused():
     with pytest.raises(SettingsError, match="num_environments: 4, but the VectorEnv has 3"):
         NetworkTrainer(None, NetworkSettings(**SMALL), 0, name="Walk", vector=walkers(3))
+    with pytest.raises(SettingsError, match="rollout_steps: a VectorEnv that resets at the next step needs at least 2"):
+        settings = NetworkSettings(**{**SMALL, "rollout_steps": 1})
+        NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(4, "NextStep"))
     with pytest.raises(SettingsError, match="needs a function that makes one, or a VectorEnv"):
         NetworkTrainer(None, NetworkSettings(**SMALL), 0, name="Walk")
 
