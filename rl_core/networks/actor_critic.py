@@ -103,21 +103,23 @@ class PolicyNetwork(nn.Module):
             actions: int64 [B], counted from 0; or float [B, A], as drawn, before they are clipped to bounds.
         Raises: DataError on shapes.
         """
-        return self.of_outputs(self(observations_BD), actions)
+        outputs_BA = self(observations_BD)
+        return self.logprobs_of(outputs_BA, actions), self.entropy_of(outputs_BA)
 
-    def of_outputs(
-        self, outputs_BA: torch.Tensor, actions: torch.Tensor, *, with_entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same from the outputs of `forward`; with_entropy: False = the entropy has no gradient."""
+    def logprobs_of(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on shapes."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
             raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
         if self.actions.is_discrete:
-            log_p_BA = outputs_BA.log_softmax(-1)
-            entropy_B = token_entropy(log_p_BA if with_entropy else log_p_BA.detach())
-            return log_p_BA.gather(1, actions[:, None])[:, 0], entropy_B
-        entropy = gaussian_entropy(self.log_std_A if with_entropy else self.log_std_A.detach())
-        return gaussian_logprobs(actions, outputs_BA, self.log_std_A), entropy.expand(len(outputs_BA))
+            return outputs_BA.log_softmax(-1).gather(1, actions[:, None]).squeeze(1)
+        return gaussian_logprobs(actions, outputs_BA, self.log_std_A)
+
+    def entropy_of(self, outputs_BA: torch.Tensor) -> torch.Tensor:
+        """Entropies of the distributions from the outputs of `forward`, float [B]."""
+        if self.actions.is_discrete:
+            return token_entropy(outputs_BA.log_softmax(-1))
+        return gaussian_entropy(self.log_std_A).expand(len(outputs_BA))
 
     def act(self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None) -> torch.Tensor:
         """Actions, int64 [B] counted from 0 or float [B, A] (not clipped): drawn by the noise, or the likeliest.
@@ -141,7 +143,7 @@ class ValueNetwork(nn.Module):
 
     def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Values, float [B]."""
-        values_B: torch.Tensor = self.layers(observations_BD)[:, 0]
+        values_B: torch.Tensor = self.layers(observations_BD).squeeze(1)
         return values_B
 
 
@@ -166,15 +168,10 @@ class ActorCritic(nn.Module):
         """Observations as the networks see them."""
         return observations_BD if self.statistics is None else self.statistics(observations_BD)
 
-    def forward(
-        self, observations_BD: torch.Tensor, actions: torch.Tensor, *, with_entropy: bool = True
-    ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the actions, entropies, values; float [B] each, from raw observations.
-
-        with_entropy: False = the entropies have no gradient.
-        """
+    def forward(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of the policy, float [B, A], and values, float [B], from raw observations."""
         outputs_BA, values_B1 = paired_layers(self.normalised(observations_BD), *self._weights, self.shape.activation)
-        return (*self.policy.of_outputs(outputs_BA, actions, with_entropy=with_entropy), values_B1[:, 0])
+        return outputs_BA, values_B1.squeeze(1)
 
     @torch.no_grad()
     def values(self, observations_BD: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,7 @@ class NetworkUpdate:
         self.optimizer_step = optimizer_step
         self.settings = settings
         self.buffers = buffers
+        self._entropies: list[torch.Tensor] = []  # of the policy before the first optimizer step
         self.num_rows = 1  # of the current optimizer step, the denominator of its losses
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
@@ -95,7 +96,9 @@ class NetworkUpdate:
     def _rows_of(self, buffer: StepBuffer) -> NetworkBatch:
         settings = self.settings
         observations_MD, actions = buffer.flat("observations"), buffer.flat("actions")
-        logprobs_M = policy_logprobs(self.model, observations_MD, actions)
+        seen_MD = self.model.normalised(observations_MD)
+        logprobs_M, entropy_M = self.model.policy.logprobs_and_entropy(seen_MD, actions)
+        self._entropies.append(entropy_M)
         ratios_M = None
         if settings.advantages == "vtrace":
             behaviour_M1 = buffer.behaviour_logprobs_M[:, None]
@@ -112,6 +115,7 @@ class NetworkUpdate:
         metrics = {
             "train/advantages_mean": float(rows.advantages_M.mean()),
             "train/advantages_std": float(rows.advantages_M.std(correction=0)),
+            "policy/entropy": float(torch.cat(self._entropies).mean()),
             "value/explained_variance": explained_variance(rows.values_M, rows.targets_M, everything_M),
         }
         if len(self.buffers) > 1:
@@ -146,9 +150,8 @@ class NetworkUpdate:
     def loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the rows of the optimizer step; metrics per row."""
         settings, count = self.settings, self.num_rows
-        logprobs_M, entropy_M, values_M = self.model(
-            batch.observations_MD, batch.actions, with_entropy=settings.entropy_coef > 0
-        )
+        outputs_MA, values_M = self.model(batch.observations_MD)
+        logprobs_M = self.model.policy.logprobs_of(outputs_MA, batch.actions)
         mask_M1 = full_mask(len(logprobs_M), 1)
         policy, parts = clipped_policy_loss(
             logprobs_M[:, None], batch.old_logprobs_M[:, None], batch.advantages_M[:, None], mask_M1,
@@ -156,13 +159,16 @@ class NetworkUpdate:
         )  # fmt: skip
         value, value_parts = value_loss(
             values_M[:, None], batch.targets_M[:, None], mask_M1, num_loss_tokens=count,
-            old_values_BT=batch.values_M[:, None], value_clip_eps=settings.value_clip_eps,
+            old_values_BT=batch.values_M[:, None] if settings.value_clip_eps is not None else None,
+            value_clip_eps=settings.value_clip_eps,
         )  # fmt: skip
-        bonus, entropy = entropy_bonus(entropy_M[:, None], mask_M1, num_loss_tokens=count)
         loss = policy + settings.value_coef * value
         if settings.entropy_coef > 0:
+            entropy_M = self.model.policy.entropy_of(outputs_MA)
+            bonus, entropy = entropy_bonus(entropy_M[:, None], mask_M1, num_loss_tokens=count)
             loss = loss + settings.entropy_coef * bonus
-        metrics = {f"policy/{name}": number for name, number in (parts | entropy).items()}
+            parts |= entropy
+        metrics = {f"policy/{name}": number for name, number in parts.items()}
         return loss, metrics | {f"value/{name}": number for name, number in value_parts.items()}
 
     def _adapt(self, kl: float | None) -> None:

@@ -28,7 +28,7 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         "sync", doc="sync: stepped one after the other; async: a process each, for slow environments"
     )
     environment_steps: int = setting(
-        100_000, ge=1, le=10**12, doc="steps of all environments together; whole iterations, so the last may go beyond"
+        100_000, ge=1, le=10**12, doc="steps of all environments together, at most: whole iterations"
     )
     rollout_steps: int = setting(32, ge=1, le=1_048_576, doc="steps of each environment per iteration")
     hidden: tuple[int, ...] = setting((64, 64), ge=1, le=65_536, doc="widths of the hidden layers of either network")
@@ -85,8 +85,8 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
 
     @property
     def iterations(self) -> int:
-        """Iterations that reach `environment_steps`."""
-        return -(-self.environment_steps // self.steps_per_iteration)
+        """Whole iterations within `environment_steps`."""
+        return self.environment_steps // self.steps_per_iteration
 
     @property
     def updates_per_iteration(self) -> int:
@@ -103,6 +103,11 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"rollout_steps: {self.num_environments:,} environments x {self.rollout_steps:,} make "
                 f"{self.steps_per_iteration:,} steps in one iteration, and {MAX_BUFFER:,} is the most; lower either"
+            )
+        if self.environment_steps < self.steps_per_iteration:
+            raise SettingsError(
+                f"environment_steps: {self.environment_steps} is less than one iteration, {self.num_environments} "
+                f"environments x {self.rollout_steps} steps; raise it, or lower rollout_steps"
             )
         if self.minibatches > self.steps_per_iteration:
             raise SettingsError(f"minibatches: {self.minibatches} is more than the steps of one iteration")

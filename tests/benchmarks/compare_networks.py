@@ -6,7 +6,7 @@
 stable-baselines3 is no dependency of the project, so it is installed by hand. Both train in this process, on
 `--threads` threads, seed by seed in turns: the order alternates, so that a machine that slows down slows both. Seconds
 are those from the first step to the last update; making the environments and the evaluation are left out. On a machine
-with other work processor time tells more than the clock. Both are then evaluated greedily on the same 100 held-out seeds.
+with other work processor time tells more than the clock. Both are then evaluated greedily on the same 100 seeds.
 """
 
 from __future__ import annotations
@@ -173,6 +173,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
+    given = GIVEN[arguments.environment]
+    size = given["num_environments"] * given["rollout_steps"]
+    steps = arguments.steps // size * size  # whole iterations, not one step more
     arguments.output.mkdir(parents=True, exist_ok=True)
     sides = {"posttrain": ours, "stable-baselines3": theirs}
     found = []
@@ -184,7 +187,7 @@ def main() -> None:
                     "name": name,
                     "seed": seed,
                     "load": load,
-                    **sides[name](arguments.environment, arguments.steps, seed),
+                    **sides[name](arguments.environment, steps, seed),
                 }
                 found.append(run)
                 mean = statistics.fmean(run["returns"])
@@ -193,9 +196,9 @@ def main() -> None:
                 print(f"{name} seed {seed}: return {mean:.1f}, {told}", flush=True)
     found.sort(key=lambda run: (run["name"], run["seed"]))
     name = arguments.environment.lower()
-    (arguments.output / f"{name}.json").write_text(json.dumps({"given": GIVEN[arguments.environment], "runs": found}))
+    (arguments.output / f"{name}.json").write_text(json.dumps({"given": given, "runs": found}))
     if arguments.only is None:
-        text = table(found, arguments.steps)
+        text = table(found, steps)
         (arguments.output / f"{name}.md").write_text(text + "\n")
         draw(found, arguments.output / f"{name}.png", arguments.environment)
         print(text)

@@ -46,7 +46,10 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
         hidden = np.tanh(hidden @ weights[f"layers.{place}.weight"].T + weights[f"layers.{place}.bias"])
     logits = hidden @ weights["layers.4.weight"].T + weights["layers.4.bias"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    logprobs, entropy, values = model(rows(), actions)
+    outputs, values = model(rows())
+    logprobs, entropy = model.policy.logprobs_of(outputs, actions), model.policy.entropy_of(outputs)
+    alone = model.policy.logprobs_and_entropy(rows(), actions)
+    torch.testing.assert_close((logprobs, entropy), alone)
     np.testing.assert_allclose(logprobs.detach(), np.log(p[np.arange(7), actions]), rtol=1e-5)
     np.testing.assert_allclose(entropy.detach(), -(p * np.log(p)).sum(1), rtol=1e-5)
     assert values.shape == (7,) and values.requires_grad
@@ -54,9 +57,9 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
 
 def test_actions_of_another_shape_are_refused():
     with pytest.raises(DataError, match=r"actions: shape \(7, 1\), expected \(7,\)"):
-        made()(rows(), torch.zeros(7, 1, dtype=torch.int64))
+        made().policy.logprobs_and_entropy(rows(), torch.zeros(7, 1, dtype=torch.int64))
     with pytest.raises(DataError, match=r"actions: shape \(7,\), expected \(7, 2\)"):
-        made(PLANE)(rows(), torch.zeros(7))
+        made(PLANE).policy.logprobs_and_entropy(rows(), torch.zeros(7))
     with pytest.raises(SettingsError, match="hidden: sizes"):
         made(hidden=(0,))
 

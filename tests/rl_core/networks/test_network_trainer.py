@@ -258,6 +258,7 @@ def test_replay_keeps_so_many_iterations():
     [
         ({"environment": "package.module:World"}, "names code; put an import path into environment_class"),
         ({"rollout_steps": 2**20, "num_environments": 64}, "67,108,864 steps in one iteration, and 16,777,216"),
+        ({"environment_steps": 63}, "environment_steps: 63 is less than one iteration, 4 environments x 16 steps"),
         ({"minibatches": 1000}, "minibatches: 1000 is more than the steps of one iteration"),
         ({"minibatches": 60}, "normalise_advantages: a minibatch of one step has no variance"),
         ({"autocast": "bfloat16"}, "autocast: is for language models; leave it none"),
@@ -277,5 +278,5 @@ def test_settings_that_cannot_work_are_refused(options, words):
 
 def test_lengths():
     settings = NetworkSettings(environment_steps=1000, num_environments=8, rollout_steps=32, epochs=3, minibatches=2)
-    assert (settings.steps_per_iteration, settings.iterations, settings.updates_per_iteration) == (256, 4, 6)
+    assert (settings.steps_per_iteration, settings.iterations, settings.updates_per_iteration) == (256, 3, 6)
     assert np.isfinite(made().step()["train/loss"])

@@ -216,9 +216,9 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
     for mode in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
         vector = SyncVectorEnv([world] * 3, autoreset_mode=mode)
         trained = rl_core.network_ppo(vector, settings=settings)
-        assert trained.run().iterations == 4 and trained.trainer.environment.mode == mode.value
+        assert trained.run().iterations == 3 and trained.trainer.environment.mode == mode.value
     own = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
-    assert rl_core.network_ppo(own, settings=settings).run().iterations == 4
+    assert rl_core.network_ppo(own, settings=settings).run().iterations == 3
     with pytest.raises(SettingsError, match="environment: a int; hand in an id"):
         rl_core.network_ppo(3)
     with pytest.raises(SettingsError, match="eval_every: a VectorEnv alone has no held-out episodes"):
