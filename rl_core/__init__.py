@@ -9,7 +9,8 @@
     trainer.run()
     trainer.save("out/model")
 
-Training: `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo`, `reward_model`; then `evaluate`,
+Training: `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo`, `reward_model`; of networks for plain observations:
+`network_ppo`; then `evaluate`,
 `generate`, `load_policy`. A task of several turns is an `Environment`. Files of a run as DataFrames: `read_metrics`,
 `read_rewards`, `read_trajectories`.
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.analysis.runner import AnalysisResult, analyze
     from rl_core.api.evaluation import evaluate, generate
+    from rl_core.api.networks import NetworkTraining, network_ppo
     from rl_core.api.on_policy import distill, grpo, policy_gradient, ppo
     from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
     from rl_core.api.rewards import RewardSource
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from rl_core.evaluation import Evaluation, compare
+    from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape, PolicyNetwork, ValueNetwork
+    from rl_core.networks.network_files import load_network
     from rl_core.readers import (
         iter_metrics,
         iter_rewards,
@@ -93,6 +97,7 @@ if TYPE_CHECKING:
         LoraSettings,
         MathSettings,
         ModelSettings,
+        NetworkSettings,
         NumericSettings,
         OnlineAuditSettings,
         OnlineBufferSettings,
@@ -134,6 +139,15 @@ if TYPE_CHECKING:
     from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
 __all__ = [
+    "ActionSpace",
+    "ActorCritic",
+    "NetworkSettings",
+    "NetworkShape",
+    "NetworkTraining",
+    "PolicyNetwork",
+    "ValueNetwork",
+    "load_network",
+    "network_ppo",
     "AnalysisResult",
     "AnalysisSettings",
     "BackendError",
@@ -273,6 +287,7 @@ __all__ = [
 _HOME = {
     "rl_core.analysis.runner": "AnalysisResult analyze",
     "rl_core.api.on_policy": "distill grpo policy_gradient ppo",
+    "rl_core.api.networks": "NetworkTraining network_ppo",
     "rl_core.api.supervised": "dpo reward_model sft",
     "rl_core.api.evaluation": "evaluate generate",
     "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
@@ -288,6 +303,8 @@ _HOME = {
         "SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
+    "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
+    "rl_core.networks.network_files": "load_network",
     "rl_core.readers": (
         "iter_metrics iter_rewards read_analysis read_history read_metrics read_rewards read_trajectories "
         "trajectory_frame"
@@ -297,8 +314,8 @@ _HOME = {
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition FormatSettings "
         "JudgeSettings LaunchSettings "
-        "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
-        "PolicySettings PreferenceSettings RegexSettings "
+        "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
+        "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutSettings SFTSettings "
         "SamplingSettings "

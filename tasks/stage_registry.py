@@ -29,7 +29,7 @@ __all__ = [
     "training_stages",
 ]
 
-Product = Literal["data", "policy", "reward_model", "evaluation"]
+Product = Literal["data", "policy", "reward_model", "network", "evaluation"]
 
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
@@ -75,15 +75,15 @@ class PipelineStage:
     task: str  # "package.module:function", called as function(pipeline_run, *takes)
     takes: tuple[str, ...]
     needs: tuple[str, ...] = ()  # of `takes`, what it cannot run without; the others may be None
-    gives: Product | None = None  # policy: the next stages start from it; None = a result for people
+    gives: Product | None = None  # policy: the next stages start from it; network: nothing; None = a result for people
     learns_from: str = ""  # field of DataSettings with the file that it imitates, where it does
     uses_gpu: bool = True
     own: OwnStage | None = None  # of the user's
 
     @property
-    def trains(self) -> Literal["policy", "reward_model"] | None:
-        """Kind of model that the stage trains and registers; None = none."""
-        return self.gives if self.gives in ("policy", "reward_model") else None
+    def trains(self) -> Literal["policy", "reward_model", "network"] | None:
+        """Kind of model that the stage trains, and registers where it is a language model's; None = none."""
+        return self.gives if self.gives in ("policy", "reward_model", "network") else None
 
 
 _STAGES: tuple[PipelineStage, ...] = (
@@ -134,6 +134,13 @@ _STAGES: tuple[PipelineStage, ...] = (
         gives="policy",
     ),
     PipelineStage(
+        name="network",
+        task="tasks.stages.network:train_network",
+        takes=(),
+        gives="network",
+        uses_gpu=False,
+    ),
+    PipelineStage(
         name="evaluate",
         task="tasks.stages.evaluate:evaluate_models",
         takes=("models", "data"),
@@ -179,7 +186,7 @@ def policy_stages() -> tuple[str, ...]:
 
 
 def training_stages() -> tuple[str, ...]:
-    """Names of the stages that train a policy or a reward model."""
+    """Names of the stages that train a policy, a reward model or a network."""
     return tuple(stage.name for stage in _STAGES if stage.trains is not None)
 
 

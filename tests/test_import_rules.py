@@ -46,7 +46,7 @@ LEVELS = {
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers", "rollout_workers"},
         {"training"},
-        {"trainers", "thoughts"},
+        {"trainers", "thoughts", "networks"},
         {"api", "online", "service"},
         {""},  # names of the public API, imported at their first use
     ],
@@ -75,6 +75,7 @@ TRAINERS = {
     "rl_core.trainers.preference",
     "rl_core.trainers.policy_gradient",
     "rl_core.thoughts",
+    "rl_core.networks",
 }
 
 NAMESAKES = {"settings", "api", "recipes"}  # rooms whose files are named after what they set, or open
@@ -205,7 +206,7 @@ def test_no_trainer_imports_another():
     wrong = [
         f"{module} imports {other}"
         for module, others in edges("rl_core").items()
-        if module.startswith(("rl_core.trainers.", "rl_core.thoughts"))
+        if module.startswith(("rl_core.trainers.", "rl_core.thoughts", "rl_core.networks"))
         for other in sorted(others)
         if trainer_of(other) not in ("", trainer_of(module))
     ]

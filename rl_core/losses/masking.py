@@ -16,6 +16,7 @@ __all__ = [
     "check_finite",
     "check_inputs",
     "fill_masked",
+    "full_mask",
     "masked_max",
     "masked_sum",
     "masked_whiten",
@@ -40,8 +41,9 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
 
 def check_finite(**tensors: torch.Tensor) -> None:
     """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position."""
-    # One reduction over all tensors, hence one device synchronisation.
-    if not tensors or bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).all()):
+    # One reduction over all tensors, hence one device synchronisation. NaN and infinity survive a sum; one that is not
+    # finite for another reason (an overflow) is looked at closely below.
+    if math.isfinite(float(sum(tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()))):
         return
     for name, tensor in tensors.items():
         bad = (~torch.isfinite(tensor)).nonzero()
@@ -59,8 +61,20 @@ def check_count(name: str, count: float) -> float:
     return float(count)
 
 
+def full_mask(*shape: int) -> torch.Tensor:
+    """A mask that is True everywhere, and known to be: what has no padding saves the work of masking.
+
+    It must not be written to; what is made of it (a part, a copy) is an ordinary mask.
+    """
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask.is_full = True  # type: ignore[attr-defined]
+    return mask
+
+
 def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Values with 0 where the mask is False; masked entries, NaN included, affect neither value nor gradient."""
+    if getattr(mask_BT, "is_full", False):
+        return values_BT
     return torch.where(mask_BT, values_BT, values_BT.new_zeros(()))
 
 
@@ -73,6 +87,8 @@ def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Largest value under the mask, 0 for an empty mask; for metrics."""
     if not mask_BT.numel():
         return values_BT.new_zeros(())
+    if getattr(mask_BT, "is_full", False):
+        return values_BT.max()
     largest = values_BT.masked_fill(~mask_BT, -math.inf).max()
     return torch.where(mask_BT.any(), largest, largest.new_zeros(()))
 

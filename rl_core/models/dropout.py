@@ -39,6 +39,10 @@ def training_mode(model: nn.Module, *, dropout: bool) -> Iterator[None]:
             stay in it, their own rates set to 0.
     """
     modes = [(module, module.training) for module in model.modules()]
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
+    if not dropout and not checkpointing and not any(was_training for _, was_training in modes):
+        yield  # as it is already
+        return
     zeroed: list[tuple[Any, str, float]] = []
     model.train(dropout)
     try:

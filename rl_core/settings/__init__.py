@@ -10,6 +10,7 @@ from rl_core.settings.code_paths import code_paths
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
+from rl_core.settings.network import NetworkSettings
 from rl_core.settings.online import (
     OnlineAuditSettings,
     OnlineBufferSettings,
@@ -96,6 +97,7 @@ __all__ = [
     "LoraSettings",
     "MathSettings",
     "ModelSettings",
+    "NetworkSettings",
     "NumericSettings",
     "OnlineAuditSettings",
     "OnlineBufferSettings",

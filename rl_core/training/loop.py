@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 # Metrics of the progress line with their names there, in order; the first ones that were logged are told.
 HEADLINES = {
-    "train/success_rate": "success", "reward/mean": "reward", "policy/update_kl": "KL", "train/accuracy": "accuracy",
-    "train/loss": "loss",
+    "train/success_rate": "success", "train/episode_return": "return", "reward/mean": "reward",
+    "policy/update_kl": "KL", "train/accuracy": "accuracy", "train/loss": "loss",
 }  # fmt: skip
 NUM_HEADLINES = 3
 

@@ -85,6 +85,8 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if not settings.weight_decay:  # one pass over all, in the same order
+        groups = [{"params": [p for group in groups for p in group["params"]], "weight_decay": 0.0}]
     parts: dict[str, torch.optim.Optimizer] = {}
     if rest:
         parts["adamw"] = torch.optim.AdamW(

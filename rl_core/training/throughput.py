@@ -53,6 +53,8 @@ def step_flops(model: nn.Module, lengths: list[int]) -> float:
     width S, width = heads times head size. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts
     attention twice as much, as if it were not causal.
     """
+    if not lengths:  # of batches that are no sequences
+        return 0.0
     fixed = trainable = 0
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}

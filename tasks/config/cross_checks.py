@@ -17,6 +17,8 @@ from tasks.config.code_checks import code_problems
 from tasks.config.curriculum_checks import POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems, weight_bytes
+from tasks.config.network_checks import STAGE as NETWORK
+from tasks.config.network_checks import network_problems
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import names, policy_stages
@@ -53,6 +55,7 @@ def check_combinations(
         *_rewards(settings, import_code),
         *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
         *(_Finding(problem, (problem.key[:-1],)) for problem in memory_problems(settings)),
+        *(_Finding(problem, (NETWORK,)) for problem in network_problems(settings, import_code)),
     ]
     return [
         finding.problem

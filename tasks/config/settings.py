@@ -21,6 +21,7 @@ from rl_core.settings import (
     EnvironmentSettings,
     EvaluationSettings,
     ModelSettings,
+    NetworkSettings,
     OnlineSettings,
     PolicySettings,
     PreferenceSettings,
@@ -191,6 +192,7 @@ class StagesSettings(Settings):
     reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
     policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
     thoughts: ThoughtsSettings | None = setting(None, doc="thoughts before answers, rewarded by what they add")
+    network: NetworkSettings | None = setting(None, doc="networks for plain observations, by PPO; on its own")
     evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
     analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
     promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")

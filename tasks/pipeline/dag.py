@@ -77,9 +77,15 @@ def run_dag(
         tracking store postpones its decision instead.
     """
     handed = _Handed(pipeline_run, pipeline_run.models.resolve_base(), given)
+    active = {
+        stage.name
+        for stage in stage_registry.stages()
+        if getattr(pipeline_run.settings.stages, stage.name) is not None and stage.name not in skip
+    }
+    takes_any = any(stage_registry.entry(name).takes for name in active)  # a network takes nothing, a preset neither
     for stage in stage_registry.stages():
-        makes_preset = stage.gives == "data" and handed.base is None
-        is_active = getattr(pipeline_run.settings.stages, stage.name) is not None and stage.name not in skip
+        makes_preset = stage.gives == "data" and handed.base is None and takes_any
+        is_active = stage.name in active
         if not is_active and not makes_preset:
             continue
         taken = {name: getattr(handed, name) for name in stage.takes}

@@ -77,7 +77,8 @@ class ModelVersions:
 
         While the tracking store is away, there is no `model_version` among them: the version is made when it answers.
         """
-        kind: Literal["policy", "reward_model"] = stage_registry.entry(stage).trains or "policy"
+        is_reward_model = stage_registry.entry(stage).trains == "reward_model"
+        kind: Literal["policy", "reward_model"] = "reward_model" if is_reward_model else "policy"
         name = f"{self.name}-reward-model" if kind == "reward_model" else self.name
         numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
         tags = {
@@ -124,7 +125,7 @@ class ModelVersions:
 
     def parent_tags(self, stage: str) -> dict[str, str | VersionOf]:
         """Tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""
-        if stage_registry.entry(stage).trains is None:
+        if stage_registry.entry(stage).trains in (None, "network"):
             return {}
         parent = self._start_of(stage)
         if parent is None:

@@ -303,7 +303,7 @@ def documented_arguments():
 def test_the_api_page_names_every_argument():
     public = {name: getattr(rl_core, name) for name in rl_core.__all__}
     public = {name: one for name, one in public.items() if inspect.isfunction(one)}
-    methods = {f"Training.{name}": one for name, one in vars(rl_core.Training).items() if inspect.isfunction(one)}
+    methods = {f"Training.{name}": one for name, one in inspect.getmembers(rl_core.Training, inspect.isfunction)}
     public |= {name: one for name, one in methods.items() if "._" not in name}
     arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
     expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}

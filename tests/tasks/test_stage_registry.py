@@ -33,10 +33,13 @@ def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
 
 def test_kinds_of_stages():
     assert stage_registry.policy_stages() == ("sft", "distill", "preference", "policy", "thoughts")
-    assert stage_registry.training_stages() == ("sft", "distill", "preference", "reward_model", "policy", "thoughts")
+    assert stage_registry.training_stages() == (
+        "sft", "distill", "preference", "reward_model", "policy", "thoughts", "network",
+    )  # fmt: skip
     assert stage_registry.result_stages() == ("evaluate", "analyze", "promote")
     assert stage_registry.entry("reward_model").trains == "reward_model"
     assert stage_registry.entry("prepare_data").trains is None
+    assert stage_registry.entry("network").trains == "network" and stage_registry.entry("network").takes == ()
 
 
 @pytest.mark.parametrize("stage", stage_registry.stages(), ids=lambda stage: stage.name)

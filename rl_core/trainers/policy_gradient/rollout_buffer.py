@@ -42,13 +42,13 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ActorCritic", "RolloutBuffer", "make_actor_critic"]
+__all__ = ["ActorCriticModels", "RolloutBuffer", "make_actor_critic"]
 
 Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
 
 @dataclass
-class ActorCritic:
+class ActorCriticModels:
     """The trainable models (policy, critic), their optimizers, and the frozen reference."""
 
     policy: PreTrainedModel
@@ -79,7 +79,9 @@ class RolloutBuffer:
     of its own; so they depend neither on the other rows, nor on minibatches, nor on the number of processes.
     """
 
-    def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, groups: Sequence[Sequence[Sample]]) -> None:
+    def __init__(
+        self, actor_critic: ActorCriticModels, settings: PolicySettings, groups: Sequence[Sequence[Sample]]
+    ) -> None:
         """`groups`: fresh ones, without advantages, and replayed ones."""
         self.groups = [list(group) for group in groups]
         self.samples = [sample for group in self.groups for sample in group]
@@ -354,7 +356,7 @@ def make_actor_critic(
     process_group: ProcessGroup = SINGLE_PROCESS,
     teacher: Teacher | None = None,
     own: OwnParts | None = None,
-) -> ActorCritic:
+) -> ActorCriticModels:
     """Policy, critic and optimizers that the algorithm needs; `own`: None = those that the settings name."""
     own = own_parts(settings) if own is None else own
     optimizer_step_of = functools.partial(
@@ -365,14 +367,14 @@ def make_actor_critic(
     )
     chosen = settings.value_function
     if chosen is None:
-        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher, own=own)
+        return ActorCriticModels(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher, own=own)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        return ActorCritic(model, optimizer_step_of(joined, settings), pad_id, reference, joined, own=own)
+        return ActorCriticModels(model, optimizer_step_of(joined, settings), pad_id, reference, joined, own=own)
     critic = SeparateCritic(model)
     of_critic = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
-    return ActorCritic(
+    return ActorCriticModels(
         model,
         optimizer_step_of(model, settings),
         pad_id,

@@ -33,7 +33,7 @@ from rl_core.trainers.policy_gradient.losses import (
     token_weights_of,
 )
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import ActorCritic, RolloutBuffer
+from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
@@ -55,7 +55,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        actor_critic: ActorCritic,
+        actor_critic: ActorCriticModels,
         settings: PolicySettings,
         groups: Sequence[Sequence[Sample]],
         *,

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.losses.masking import (
     check_count,
+    check_finite,
     check_inputs,
     fill_masked,
+    full_mask,
     masked_max,
     masked_sum,
     masked_whiten,
@@ -67,3 +69,23 @@ def test_bad_input_is_named():
     with pytest.raises(DataError, match=r"num_loss_tokens: 0.*mask empty"):
         check_count("num_loss_tokens", int(torch.zeros_like(MASK).sum()))
     check_inputs(MASK, values=VALUES)  # what is outside may be anything
+
+
+def test_a_full_mask_is_the_mask_of_ones_in_every_function():
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(4, 3, generator=generator, requires_grad=True)
+    full, ones = full_mask(4, 3), torch.ones(4, 3, dtype=torch.bool)
+    assert full.is_full and torch.equal(full, ones)
+    assert not getattr(full[:2], "is_full", False) and not getattr(full.clone(), "is_full", False)
+    for function in (fill_masked, masked_sum, masked_max, masked_whiten):
+        assert torch.equal(function(values, full), function(values, ones)), function.__name__
+        gradients = [torch.autograd.grad(function(values, mask).square().sum(), values)[0] for mask in (full, ones)]
+        assert torch.equal(*gradients), function.__name__
+
+
+def test_large_finite_numbers_are_finite_and_infinities_that_cancel_are_not():
+    check_finite(a=torch.full((4,), 3e38), b=torch.tensor([-3e38]))  # their sum overflows
+    check_finite(a=torch.tensor([1e300, 1e300], dtype=torch.float64))
+    check_finite()
+    with pytest.raises(NonFiniteTensor, match=r"b: inf at \(1,\); 2 of 3 are not finite"):
+        check_finite(a=torch.ones(2), b=torch.tensor([0.0, float("inf"), float("-inf")]))

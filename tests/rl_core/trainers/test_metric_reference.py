@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import thinkers, tiny
 from helpers.letters import make_trainer
+from helpers.vector_worlds import walkers
 from transformers import LlamaForSequenceClassification
 
 from rl_core.analysis.metric_reference import GROUPS, Metric
@@ -16,11 +17,14 @@ from rl_core.data.pairs import Pair, PairSide
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.answer_checks import CHECKS
 from rl_core.inference.teacher import LocalTeacher
+from rl_core.networks.network_evaluation import PlayedEpisodes
+from rl_core.networks.trainer import NetworkTrainer
 from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
     ExitCondition,
+    NetworkSettings,
     PreferenceSettings,
     ReplaySettings,
     RewardModelSettings,
@@ -96,13 +100,23 @@ def policy(tokenizer, folder):
     return logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2) | logged(taught, 1)
 
 
+def network():
+    settings = NetworkSettings(
+        num_environments=2, rollout_steps=8, epochs=2, minibatches=2, eval_episodes=2, advantages="vtrace", replay=1,
+        kl_target=0.01,
+    )  # fmt: skip
+    trainer = NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(2, continuous=True))
+    trainer.evaluate = lambda: PlayedEpisodes([1, 2], [3.0, 4.0], [5, 6], [False, True]).metrics()
+    return logged(trainer, 3)
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
     """Everything that small runs of all trainers log."""
     folder = tmp_path_factory.mktemp("checkpoints")
     renderer = thinkers.renderer_of_texts()
     thoughts = thinkers.make_trainer(renderer, thinkers.teach(renderer), eval_every=1)
-    return supervised() | policy(train_tokenizer(["abc xyz"], 300), folder) | logged(thoughts, 1)
+    return supervised() | policy(train_tokenizer(["abc xyz"], 300), folder) | logged(thoughts, 1) | network()
 
 
 def test_every_logged_name_is_documented(names):

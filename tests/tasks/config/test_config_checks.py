@@ -43,6 +43,15 @@ def test_a_missing_package_of_a_sink_is_named_before_anything_runs(monkeypatch):
     assert found["tracking.sinks.1"] == "prometheus needs the package prometheus-client; install it"
 
 
+def test_a_network_needs_its_package_and_settings_that_fit(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
+    found = problems_of(stages={"network": {}})
+    assert list(found) == ["stages.network.environment"] and "pip install 'posttrain[gymnasium]'" in found.popitem()[1]
+    found = problems_of(stages={"network": {"replay": 2, "eval_every": 0, "patience": 3}})
+    assert sorted(found) == ["stages.network.patience", "stages.network.replay"]  # what is broken is not made
+    assert found["stages.network.replay"] == "steps of older policies need their correction; set advantages to vtrace"
+
+
 # What no machine has room for
 
 

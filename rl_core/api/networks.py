@@ -1,0 +1,100 @@
+"""Entry point of the Python API for networks on plain observations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.own_functions import code_digests
+from rl_core.api.recipes.network import network
+from rl_core.api.resumable_training import ResumableTraining, decisive, folder_of
+from rl_core.api.training import settings_of_kind
+from rl_core.errors import SettingsError
+from rl_core.networks.actor_critic import ActorCritic
+from rl_core.networks.making import EnvironmentMaker, environment_name, single_maker
+from rl_core.networks.network_evaluation import PlayedEpisodes
+from rl_core.networks.network_files import publish_network
+from rl_core.networks.trainer import NetworkTrainer
+from rl_core.settings import NetworkSettings
+from rl_core.trackers import TrackerSource
+from rl_core.training.callbacks import Callback
+
+__all__ = ["NetworkTraining", "network_ppo"]
+
+
+@dataclass(kw_only=True)
+class NetworkTraining(ResumableTraining[NetworkTrainer]):
+    """Training of a network. `run` trains, `save` writes it; both may be called again."""
+
+    environment: str  # its name
+
+    @property
+    def model(self) -> ActorCritic:
+        """The networks in training: `model.act(observations)` gives the likeliest actions."""
+        return self.trainer.model
+
+    def test(self) -> PlayedEpisodes:
+        """Returns of held-out episodes, whose seeds neither training nor validation uses. Raises: SettingsError."""
+        return self.trainer.test()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the networks as a folder for `rl_core.load_network`; one that an earlier call wrote is replaced.
+
+        Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
+        """
+        self.check_trained()
+        publish_network(self.model, folder, self.environment)
+        return Path(folder)
+
+
+def network_ppo(
+    environment: str | EnvironmentMaker | Any | None = None,
+    *,
+    settings: NetworkSettings | None = None,
+    output: str | Path | None = None,
+    tracker: TrackerSource = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> NetworkTraining:
+    """PPO of a policy and a value network on a Gymnasium environment (extra `gymnasium`).
+
+    Args:
+        environment: an id ("CartPole-v1"), a `gymnasium.Env` class or a function that makes one, or a `VectorEnv`,
+            whose autoreset mode is kept; None = what the settings name. A `VectorEnv` has no held-out episodes, and a
+            resumed run begins new episodes in it; with the others a resume is exact to the last bit.
+        settings: every option of the environment, networks, PPO, optimizer and loop.
+        output: folder of metrics and checkpoints; a run that was stopped resumes there. None = nothing kept.
+        others: as in `policy_gradient`.
+    Raises: SettingsError, before anything is played.
+    """
+    settings = settings_of_kind(settings, NetworkSettings)
+    maker: EnvironmentMaker | None = None
+    vector = None
+    if isinstance(environment, str):
+        settings = dataclasses.replace(settings, environment=environment, environment_class=None)
+    if environment is None or isinstance(environment, str):
+        maker, name = single_maker(settings), environment_name(settings)
+    elif hasattr(environment, "single_observation_space"):
+        vector, name = environment, type(environment).__name__
+        settings = dataclasses.replace(settings, num_environments=environment.num_envs)
+    elif callable(environment):
+        options = settings.environment_options
+        maker, name = lambda: environment(**options), getattr(environment, "__qualname__", "environment")
+    else:
+        raise SettingsError(
+            f"environment: a {type(environment).__name__}; hand in an id, a function that makes one, or a VectorEnv"
+        )
+    if vector is not None and (settings.eval_every or settings.patience is not None):
+        raise SettingsError("eval_every: a VectorEnv alone has no held-out episodes; hand in a function that makes one")
+    recipe = network(maker, settings, seed, name=name, vector=vector)
+    code = code_digests(settings, {"environment": environment} if callable(environment) else {})
+    fingerprint = {
+        "algorithm": "network_ppo", "settings": decisive(settings, ("environment_steps",)), "seed": seed,
+        "environment": name, "code": code,
+    }  # fmt: skip
+    return NetworkTraining(
+        "network_ppo", recipe, settings, fingerprint, folder_of(output), tracker, callbacks, environment=name
+    )

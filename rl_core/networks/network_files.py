@@ -1,0 +1,102 @@
+"""Trained networks as folders: `network.json` (sizes, actions, environment) and `network.safetensors` (weights).
+
+The statistics of normalised observations are among the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from rl_core.errors import ModelError, PosttrainError
+from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
+from rl_core.storage.folders import put_bytes
+from rl_core.storage.replaced_folders import replace_folder
+from rl_core.storage.single_files import make_folder
+
+__all__ = ["load_network", "publish_network", "save_network"]
+
+CONFIG, WEIGHTS = "network.json", "network.safetensors"
+FORMAT = 1
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def save_network(model: ActorCritic, folder: Path, environment: str) -> None:
+    """Write the network's two files into `folder`, which the caller publishes."""
+    shape, actions = model.shape, model.shape.actions
+    config = {
+        "format": FORMAT,
+        "environment": environment,
+        "observation_size": shape.observation_size,
+        "hidden": list(shape.hidden),
+        "activation": shape.activation,
+        "normalises": shape.normalises,
+        "actions": {
+            "kind": actions.kind, "size": actions.size, "start": actions.start, "shape": list(actions.shape),
+            "low": [repr(bound) for bound in actions.low], "high": [repr(bound) for bound in actions.high],
+        },
+    }  # fmt: skip
+    make_folder(folder)
+    put_bytes(folder / CONFIG, json.dumps(config, indent=2).encode())
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    put_bytes(folder / WEIGHTS, safetensors.torch.save(weights))
+
+
+def publish_network(model: ActorCritic, folder: str | Path, environment: str) -> None:
+    """As `save_network`, into a folder that appears when it is complete, or takes an earlier network's place.
+
+    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    """
+    replace_folder(folder, lambda temporary: save_network(model, temporary, environment), {"kind": "network"})
+
+
+def load_network(folder: str | Path) -> ActorCritic:
+    """The network in a folder that `Training.save` or the stage `network` wrote. Raises: ModelError naming the file."""
+    place = Path(folder).expanduser()
+    config = _config(place / CONFIG)
+    try:
+        actions = config["actions"]
+        low, high = (tuple(float(bound) for bound in actions[name]) for name in ("low", "high"))
+        space = ActionSpace(
+            actions["kind"], int(actions["size"]), int(actions["start"]), low, high, tuple(actions["shape"])
+        )
+        hidden = tuple(int(width) for width in config["hidden"])
+        shape = NetworkShape(
+            int(config["observation_size"]), space, hidden, config["activation"], normalises=bool(config["normalises"])
+        )
+        model = ActorCritic(shape)
+    except PosttrainError as error:
+        raise ModelError(f"'{place / CONFIG}': {error}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"'{place / CONFIG}' is no network's config ({type(error).__name__}: {error})") from error
+    try:
+        model.load_state_dict(_weights(place / WEIGHTS))
+    except RuntimeError as error:
+        lines = " ".join(str(error).split())[:200]
+        raise ModelError(f"'{place / WEIGHTS}' does not fit {CONFIG} beside it: {lines}") from error
+    return model.eval()
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no network's config")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{path}' cannot be read ({error}); name the folder of a trained network") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ModelError(f"'{path}' is no config of a network in format {FORMAT}")
+    return config
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"'{path}' holds no weights ({error})") from error

@@ -1,0 +1,282 @@
+"""The trainer in the one loop: learning, resume to the last bit, what is saved, options, metrics."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.vector_worlds import Walker, WalkerVector, walkers
+
+from rl_core.errors import CallbackError, EnvironmentFault, SettingsError
+from rl_core.networks import making, network_evaluation
+from rl_core.networks import trainer as trainer_module
+from rl_core.networks.trainer import NetworkTrainer
+from rl_core.settings import NetworkSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.tracking import MemoryTracker
+from rl_core.training.loop import run_loop
+
+SMALL = {
+    "num_environments": 4, "rollout_steps": 16, "environment_steps": 10_000, "epochs": 4, "hidden": (8,),
+    "eval_episodes": 5, "gamma": 0.9,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_gymnasium(monkeypatch):
+    """Vectors of walkers in place of gymnasium's."""
+
+    def vector(maker, count, vectorization="sync"):
+        return WalkerVector([maker() for _ in range(count)])
+
+    monkeypatch.setattr(trainer_module, "make_vector", vector)
+    monkeypatch.setattr(network_evaluation, "make_vector", vector)
+
+
+def made(seed=0, maker=Walker, **options):
+    return NetworkTrainer(maker, NetworkSettings(**{**SMALL, **options}), seed, name="Walk")
+
+
+def trained(trainer, iterations, tracker=None, **options):
+    return run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker or MemoryTracker(), **options)
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_it_learns_to_walk_to_the_goal():
+    trainer = made(epochs=10, learning_rate=5e-3)
+    before = trainer.play(making.VALIDATION_SEEDS).metrics()["eval/episode_return"]
+    outcome = trained(trainer, 40)
+    # staying short of the goal for six steps pays most
+    assert outcome.metrics["eval/episode_return"] > before + 4
+    assert outcome.iterations == 40 and outcome.steps == 400
+
+
+def test_it_learns_with_continuous_actions_and_normalised_observations():
+    trainer = made(
+        maker=lambda: Walker(continuous=True), normalise_observations=True, epochs=10, learning_rate=5e-3,
+        initial_log_std=-0.5,
+    )  # fmt: skip
+    before = trainer.play(making.VALIDATION_SEEDS).metrics()["eval/episode_return"]
+    tracker = MemoryTracker()
+    outcome = trained(trainer, 40, tracker)
+    assert outcome.metrics["eval/episode_return"] > before + 4
+    assert float(trainer.model.statistics.count) == 40 * 64
+    last = tracker.metrics[-2][1]
+    assert 0 <= last["train/clipped_action_rate"] <= 1 and last["policy/action_std"] > 0
+
+
+VARIANTS = {
+    "plain": {},
+    "normalised": {"normalise_observations": True},
+    "replayed": {"advantages": "vtrace", "replay": 2, "minibatches": 3},
+    "adapted": {"kl_target": 0.01, "ema_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cut_anywhere_it_is_the_run_in_one_piece(tmp_path, name):
+    options = {**VARIANTS[name], "checkpoint_every": 1, "eval_every": 3, "patience": 50}
+    whole = made(**options)
+    expected = MemoryTracker()
+    trained(whole, 7, expected)
+    for cut in (1, 3, 6):
+        with CheckpointStore(tmp_path / str(cut)) as store:
+            found = MemoryTracker()
+            first = made(**options)
+            with pytest.raises(CallbackError, match="as kill -9 would"):
+                trained(first, 7, found, checkpoints=store, callbacks=[killer(cut + 1)])
+            again = made(**options)
+            trained(again, 7, found, checkpoints=store)
+            assert weights(again).keys() == weights(whole).keys()
+            for key, value in weights(whole).items():
+                assert torch.equal(value, weights(again)[key]), (cut, key)
+            assert comparable(found) == comparable(expected), cut
+
+
+def killer(iteration):
+    """A callback that ends the run behind an iteration, before its checkpoint."""
+
+    def call(event):
+        if event.kind == "iteration" and event.iteration == iteration:
+            raise RuntimeError("as kill -9 would")
+
+    return call
+
+
+def comparable(tracker):
+    """Metrics by step without times; the later of two that were computed twice."""
+    return {
+        (step, name): value
+        for step, row in tracker.metrics
+        for name, value in row.items()
+        if not name.startswith("perf/")
+    }
+
+
+@pytest.mark.parametrize("lost", ["environment", "rng", "recent", "environment_steps", "episodes", "buffers"])
+def test_each_saved_item_is_missed(lost):
+    options = {"advantages": "vtrace", "replay": 1, "normalise_observations": True}
+    one = made(**options)
+    for _ in range(3):
+        one.step()
+    fresh = made(**options)
+    state, model, step = (
+        one.state_dict(),
+        copy.deepcopy(one.model.state_dict()),
+        copy.deepcopy(one.optimizer_step.state_dict()),
+    )
+    kept = copy.deepcopy(state)
+
+    def outcome(changed):
+        other = made(**options)
+        other.model.load_state_dict(model)
+        other.optimizer_step.load_state_dict(copy.deepcopy(step))
+        other.load_state_dict(copy.deepcopy(changed))
+        metrics = [{k: v for k, v in other.step().items() if not k.startswith("perf/")} for _ in range(2)]
+        return metrics, other.state_dict()["rng"]
+
+    expected = outcome(kept)
+    assert outcome({**kept, lost: fresh.state_dict()[lost]}) != expected
+    with pytest.raises(KeyError, match=lost):
+        outcome({key: value for key, value in kept.items() if key != lost})
+
+
+def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
+    trainer = made(normalise_observations=True, checkpoint_every=1)
+    with CheckpointStore(tmp_path) as store:
+        trained(trainer, 3, checkpoints=store)
+        state = store.load_latest()
+    assert float(state["model"]["statistics.count"]) == 3 * 64
+    rows = trainer._buffers[0].flat("observations").double()
+    assert not torch.equal(state["model"]["statistics.mean_D"], rows.mean(0))  # of all three iterations, not the last
+
+
+def test_the_best_weights_come_back_with_their_statistics():
+    trainer = made(normalise_observations=True, eval_every=1, patience=50)
+    seen = []
+
+    def note(event):
+        if event.kind == "evaluation":
+            seen.append((event.metrics["eval/episode_return"], weights(event.trainer)))
+
+    outcome = trained(trainer, 6, best_metric="eval/episode_return", callbacks=[note])
+    best, kept = max(seen, key=lambda one: one[0])
+    assert outcome.best_metric == best
+    assert all(torch.equal(value, weights(trainer)[name]) for name, value in kept.items())
+
+
+def test_seeds_of_training_validation_and_test_never_meet():
+    used = []
+
+    class Noting(Walker):
+        def reset(self, *, seed=None, options=None):
+            used.append(seed)
+            return super().reset(seed=seed)
+
+    trainer = made(maker=Noting)
+    trainer.step()
+    training, used[:] = set(used), []
+    trainer.evaluate()
+    validation, used[:] = set(used), []
+    test = trainer.test()
+    assert max(training) < 2**30 <= min(validation) and max(validation) < 2**30 + 2**29 <= min(test.seeds)
+    assert trainer.test().returns == test.returns and len(test.returns) == 5
+    assert set(test.seeds) <= set(used)
+
+
+def test_a_validation_changes_nothing_that_training_depends_on():
+    one, other = made(), made()
+    for trainer in (one, other):
+        for _ in range(3):
+            trainer.step()
+            if trainer is other:
+                trainer.evaluate()
+    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
+
+
+def test_sampled_and_greedy_evaluation_differ():
+    trainer = made(eval_episodes=30)
+    greedy = trainer.evaluate()
+    sampled = made(eval_episodes=30, eval_greedy=False).evaluate()
+    assert greedy["eval/episodes"] == sampled["eval/episodes"] == 30 and greedy != sampled
+    assert greedy["eval/episode_return_low"] <= greedy["eval/episode_return"] <= greedy["eval/episode_return_high"]
+
+
+def test_episodes_of_an_evaluation_do_not_depend_on_how_many_are_played_side_by_side(monkeypatch):
+    trainer = made(eval_episodes=13)
+    wide = trainer.test()
+    monkeypatch.setattr(network_evaluation, "SIDE_BY_SIDE", 3)
+    assert trainer.test() == wide
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_vectors_that_reset_by_themselves_are_learned_from(mode):
+    settings = NetworkSettings(**{**SMALL, "epochs": 10, "learning_rate": 5e-3})
+    trainer = NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(4, mode))
+    returns = [trainer.step()["train/episode_return"] for _ in range(40)]
+    assert returns[-1] > returns[0] + 2
+    assert trainer.evaluate() == {}
+    assert (trainer.environment_steps < 40 * 64) == (mode == "NextStep")  # steps that only reset are not counted
+    with pytest.raises(SettingsError, match="a VectorEnv alone has no held-out episodes"):
+        trainer.test()
+
+
+def test_an_environment_that_raises_in_the_middle_leaves_the_weights_alone():
+    trainer = made(maker=lambda: Walker(fails_at=20))
+    trainer.step()
+    before = weights(trainer)
+    with pytest.raises(EnvironmentFault, match="raised ValueError in step: the floor gave way"):
+        trainer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_a_vector_of_another_size_is_refused():
+    with pytest.raises(SettingsError, match="num_environments: 4, but the VectorEnv has 3"):
+        NetworkTrainer(None, NetworkSettings(**SMALL), 0, name="Walk", vector=walkers(3))
+    with pytest.raises(SettingsError, match="rollout_steps: a VectorEnv that resets at the next step needs at least 2"):
+        settings = NetworkSettings(**{**SMALL, "rollout_steps": 1})
+        NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(4, "NextStep"))
+    with pytest.raises(SettingsError, match="needs a function that makes one, or a VectorEnv"):
+        NetworkTrainer(None, NetworkSettings(**SMALL), 0, name="Walk")
+
+
+def test_replay_keeps_so_many_iterations():
+    trainer = made(advantages="vtrace", replay=2, minibatches=2)
+    counts = [trainer.step().get("train/replayed_steps", 0) for _ in range(5)]
+    assert counts == [0, 64, 128, 128, 128]
+    assert len(trainer.state_dict()["buffers"]) == 2
+    memories = {buffer.observations.ctypes.data for buffer in trainer._buffers}
+    trainer.step()
+    assert {buffer.observations.ctypes.data for buffer in trainer._buffers} == memories
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"environment": "package.module:World"}, "names code; put an import path into environment_class"),
+        ({"rollout_steps": 2**20, "num_environments": 64}, "67,108,864 steps in one iteration, and 16,777,216"),
+        ({"environment_steps": 63}, "environment_steps: 63 is less than one iteration, 4 environments x 16 steps"),
+        ({"minibatches": 1000}, "minibatches: 1000 is more than the steps of one iteration"),
+        ({"minibatches": 60}, "normalise_advantages: a minibatch of one step has no variance"),
+        ({"autocast": "bfloat16"}, "autocast: is for language models; leave it none"),
+        ({"dropout": True}, "dropout: is for language models; leave it false"),
+        ({"replay": 1}, "replay: steps of older policies need their correction; set advantages to vtrace"),
+        ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
+        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),
+        ({"kl_target": 0.01, "epochs": 1}, "kl_target: is measured before each optimizer step"),
+        ({"kl_target": 0.01, "learning_rate": 0.5}, "learning_rate: 0.5 lies outside learning_rate_low"),
+        ({"hidden": (0,)}, "hidden: 0 must be at least 1"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(options, words):
+    with pytest.raises(SettingsError, match=words):
+        NetworkSettings(**{**SMALL, **options})
+
+
+def test_lengths():
+    settings = NetworkSettings(environment_steps=1000, num_environments=8, rollout_steps=32, epochs=3, minibatches=2)
+    assert (settings.steps_per_iteration, settings.iterations, settings.updates_per_iteration) == (256, 3, 6)
+    assert np.isfinite(made().step()["train/loss"])

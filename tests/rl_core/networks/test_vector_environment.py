@@ -1,0 +1,191 @@
+"""One interface over gymnasium's three autoreset modes, bounds of actions, faults, and episodes played again."""
+
+import numpy as np
+import pytest
+from helpers.vector_worlds import Box, Discrete, Tuple, Walker, WalkerVector, walkers
+
+from rl_core.errors import CheckpointError, EnvironmentFault, SettingsError
+from rl_core.networks.actor_critic import ActionSpace
+from rl_core.networks.spaces import action_space, clipped_share, observation_size, observations_of, to_environment
+from rl_core.networks.vector_environment import VectorEnvironment
+
+
+def made(vector, seeds=None):
+    numbers = iter(range(100) if seeds is None else seeds)
+    environment = VectorEnvironment(vector, "Walk", lambda: next(numbers))
+    environment.reset()
+    return environment
+
+
+def play(environment, actions):
+    """Steps, and (return, length) of the episodes that ended, in order."""
+    steps, ended = [], []
+    for action in actions:
+        step = environment.step(np.asarray(action))
+        steps.append(step)
+        ended += list(zip(*environment.take_ended(step), strict=True))
+    return steps, ended
+
+
+RIGHT = [[1, 1]] * 12
+
+
+@pytest.mark.parametrize("mode", ["Disabled", "SameStep", "NextStep"])
+def test_every_mode_hands_over_the_observation_before_the_reset(mode):
+    steps, ended = play(made(walkers(2, mode)), RIGHT)
+    assert ended
+    for before, step in zip([None, *steps[:-1]], steps, strict=True):
+        over = step.terminated_N | step.truncated_N
+        assert step.terminated_N[over].all(), "walking right reaches the goal within the limit"
+        assert (step.after_ND[over, 0] >= 4).all(), "where the episode ended, not where the next one begins"
+        assert (step.observations_ND[~over] == step.after_ND[~over]).all()
+        if mode == "NextStep":
+            assert (step.observations_ND[over] == step.after_ND[over]).all()
+            if before is not None:  # the step behind an end only resets: no action, no reward
+                was_over = before.terminated_N | before.truncated_N
+                assert (step.is_action_N == ~was_over).all() and (step.rewards_N[was_over] == 0).all()
+                assert (step.observations_ND[was_over, 1] == 0).all()
+        else:
+            assert step.is_action_N.all() and (step.observations_ND[over, 1] == 0).all()
+
+
+def test_the_modes_give_the_same_episodes():
+    found = {}
+    for mode in ("Disabled", "SameStep", "NextStep"):
+        # one walker that always starts at the same place, so that seeds do not matter
+        vector = WalkerVector([Walker()], mode)
+        vector.walkers[0].reset(seed=0)
+        vector.walkers[0].draw = type("Fixed", (), {"integers": lambda *a: 0, "random": lambda *a: 0.0})()
+        vector.walkers[0].reset = lambda walker=vector.walkers[0], **_: Walker.reset(walker)
+        found[mode] = play(made(vector), [[1]] * 13)[1]
+    # from 0: rewards 1 + 2 + 3 + 4 in four steps; NextStep spends every fifth step on a reset
+    assert found["Disabled"] == found["SameStep"] == [(10.0, 4)] * 3
+    assert found["NextStep"] == [(10.0, 4)] * 2
+
+
+def test_a_limit_truncates_and_does_not_terminate():
+    steps, ended = play(made(walkers(1, goal=99, limit=3)), [[0]] * 3)
+    assert steps[-1].truncated_N.all() and not steps[-1].terminated_N.any()
+    assert [length for _, length in ended] == [3]
+
+
+def test_each_episode_has_a_seed_of_its_own():
+    environment = made(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
+    play(environment, [[1, 1]] * 4)
+    state = environment.state_dict()
+    assert set(state["seeds"]) & {7, 8} == set() and all(seed in range(9, 15) for seed in state["seeds"])
+
+
+# ------------------------------------------------------------------------------------------------------ spaces
+
+
+def test_a_continuous_action_outside_its_bounds_is_clipped_for_the_environment_alone():
+    vector = walkers(1, continuous=True)
+    environment = made(vector)
+    actions = np.array([[2.5]], np.float32)
+    environment.step(actions)
+    assert vector.walkers[0].taken == [np.array([1.0], np.float32)] and actions.tolist() == [[2.5]]
+    space = environment.actions
+    assert clipped_share(np.array([[2.5], [0.3], [-1.0], [-1.01]]), space) == 0.5
+    with pytest.raises(EnvironmentFault, match="an observation is not finite"):
+        environment.step(np.array([[np.nan]]))
+
+
+def test_unbounded_numbers_are_left_as_they_are():
+    space = action_space(Box(-np.inf, np.inf, (2, 2)))
+    assert space == ActionSpace("continuous", 4, low=(-np.inf,) * 4, high=(np.inf,) * 4, shape=(2, 2))
+    taken = to_environment(np.array([[1e6, -1e6, 0, 1]], np.float32), space)
+    assert taken.tolist() == [[[1e6, -1e6], [0, 1]]]
+
+
+def test_discrete_actions_and_observations_count_from_their_start():
+    vector = walkers(2, action_start=5)
+    made(vector).step(np.array([0, 1]))
+    assert [walker.taken[0].item() for walker in vector.walkers] == [5, 6]
+    assert observation_size(Discrete(3)) == 3
+    assert observations_of(np.array([6, 5]), Discrete(3, start=5)).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+def test_other_spaces_are_refused_by_name():
+    for space in (Tuple(), Box(0, 1, (2,), np.int64), Box(0, 1, (0,))):
+        with pytest.raises(SettingsError, match=r"environment: actions are .*; a network acts in Discrete, or in Box"):
+            action_space(space)
+    with pytest.raises(SettingsError, match=r"environment: observations are .*; a network reads Box or Discrete"):
+        observation_size(Tuple())
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+
+def test_an_environment_that_raises_is_named_with_its_seeds():
+    environment = made(walkers(2, fails_at=3), seeds=range(40, 60))
+    with pytest.raises(EnvironmentFault) as found:
+        play(environment, [[0, 0]] * 5)
+    assert str(found.value) == (
+        "environment 'Walk' (seeds of the episodes: [40, 41], steps: [2, 2]) raised ValueError in step: the floor gave "
+        "way. Nothing of this iteration is learned from; mend the environment and start the same command again"
+    )
+
+
+def test_a_reward_that_is_no_number_is_a_fault():
+    environment = made(walkers(1))
+    environment.inner.step = lambda actions: (np.zeros((1, 2)), [np.nan], [False], [False], {})
+    with pytest.raises(EnvironmentFault, match=r"reward \[nan\] is not finite"):
+        environment.step(np.array([0]))
+
+
+def test_same_step_without_final_observations_is_a_fault():
+    environment = made(walkers(1, "SameStep"))
+    environment.inner.step = lambda actions: (np.zeros((1, 2)), [0.0], [True], [False], {})
+    with pytest.raises(EnvironmentFault, match="infos hold no 'final_obs'"):
+        environment.step(np.array([0]))
+
+
+# ------------------------------------------------------------------------------------------------- played again
+
+
+@pytest.mark.parametrize("played", range(9))
+def test_restored_it_goes_on_bit_for_bit(played):
+    rng = np.random.default_rng(played)
+    before, after = rng.integers(0, 2, (played, 3)), rng.integers(0, 2, (8, 3))
+    whole = made(walkers(3), seeds=range(1000))
+    play(whole, before)
+    state = whole.state_dict()
+    resumed = VectorEnvironment(walkers(3), "Walk", lambda: 0)
+    resumed.load_state_dict(state)
+    assert np.array_equal(resumed.observations_ND, whole.observations_ND)
+    numbers = iter(range(max(state["seeds"]) + 1, 1000))  # the seeds that are left
+    resumed._next_seed = lambda: next(numbers)
+    expected, ended = play(whole, after)
+    found, again = play(resumed, after)
+    assert again == ended
+    for one, other in zip(expected, found, strict=True):
+        for name in ("observations_ND", "rewards_N", "terminated_N", "truncated_N", "after_ND"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
+    environment = made(walkers(2, drifts=True))
+    play(environment, [[0, 1]] * 3)
+    other = VectorEnvironment(walkers(2, drifts=True), "Walk", lambda: 0)
+    other.inner.walkers[0].calls = 50
+    with pytest.raises(CheckpointError, match="environment 'Walk' is not deterministic: the same seeds and actions"):
+        other.load_state_dict(environment.state_dict())
+    with pytest.raises(CheckpointError, match="environments: 2 in the checkpoint, 3 now"):
+        VectorEnvironment(walkers(3), "Walk", lambda: 0).load_state_dict(environment.state_dict())
+
+
+def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
+    environment = made(walkers(2, "NextStep"))
+    play(environment, [[0, 1]] * 3)
+    assert not environment.restores
+    other = VectorEnvironment(walkers(2, "NextStep"), "Walk", lambda: 5)
+    other.load_state_dict(environment.state_dict())
+    assert "cannot be played again: resumed with new ones" in caplog.text
+    assert other.lengths_N.tolist() == [0, 0] and (other.observations_ND[:, 1] == 0).all()
+
+
+def test_it_is_closed():
+    environment = made(walkers(2))
+    environment.close()
+    assert all(walker.closed for walker in environment.inner.walkers)
