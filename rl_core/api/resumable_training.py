@@ -120,8 +120,8 @@ class ResumableTraining(Generic[T]):
             close(self._tracker, status)
         return self.outcome
 
-    def after_iteration(self) -> Callable[[], None] | None:
-        """What happens after every iteration beside the callbacks; None = nothing."""
+    def after_iteration(self) -> Callable[[int], None] | None:
+        """Function of the number of iterations done, called after each one beside the callbacks; None = none."""
         return None
 
     def _set_aside(self) -> None:
