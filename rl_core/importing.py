@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError, nearest
 
-__all__ = ["as_finite", "child_import_path", "import_function", "import_named", "is_file"]
+__all__ = ["as_finite", "child_import_path", "import_function", "import_named", "is_file", "other_folder"]
 
 _SUFFIX = ".py"
 
@@ -37,13 +37,21 @@ def import_named(path: str, key: str) -> Any:
         raise SettingsError(f"{key}: {error}") from error
     except Exception as error:  # any error raised by a user's module on import
         raise SettingsError(
-            f"{key}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
+            f"{key}: module '{module_name}' cannot be imported ({type(error).__name__}: {error}){other_folder(error)}"
         ) from error
     found = getattr(module, name, None)
     if found is None:
         known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise SettingsError(f"{key}: no function '{name}' there; {nearest(name, known)}")
     return found
+
+
+def other_folder(error: Exception) -> str:
+    """Hint for a module that would be found from the folder above this one, where a command was called within it."""
+    here, missing = Path.cwd(), getattr(error, "name", None) or ""
+    if not isinstance(error, ModuleNotFoundError) or missing.partition(".")[0] != here.name:
+        return ""
+    return f"; modules are looked for in the current folder: call the command in {here.parent}"
 
 
 def import_function(path: str, key: str) -> Callable[..., Any]:

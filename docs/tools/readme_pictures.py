@@ -1,8 +1,9 @@
-"""README's demo section from one run: `make readme-pictures` runs the demo anew and writes results and both pictures.
+"""The demo's results in README and the quick start, from one run: `make readme-pictures` runs the demo anew.
 
     python docs/tools/readme_pictures.py              # runs configs/demo.yaml into outputs/readme, several minutes
 
-The lines under the first picture are the stages' own notes, so that table and pictures cannot be of different runs.
+README gets the stages' own notes and both pictures, the quick start the table of the terminal: no two of them can be of
+different runs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # called as a file, from a checkout
 
-__all__ = ["main", "machine", "told", "with_results"]
+__all__ = ["main", "machine", "table_lines", "told", "with_results"]
 
-README = ROOT / "README.md"
+README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 PICTURES = ROOT / "tests" / "benchmarks" / "pictures"
 _STAGES = {"sft": 2, "reward_model": 2, "policy": 2, "evaluate": 1, "promote": 2}  # clauses of their notes
 _LINES = re.compile(r"(?:^    (?:sft|reward model|policy|evaluate|promote): .*\n)+", re.MULTILINE)
 _MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s for the whole job;", re.MULTILINE)
+_TABLE = re.compile(r"(?:^    [┏┃┡│└].*\n)+", re.MULTILINE)
+_TOOK = re.compile(r"^On [^\n]*, seed \d+, it took \d+ s and ended with this table:$", re.MULTILINE)
 
 
 def told(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -43,26 +46,31 @@ def told(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(lines)
 
 
-def machine(cpuinfo: str, seed: int, seconds: float) -> str:
-    """Clause of README about where and how long it ran, from the text of /proc/cpuinfo."""
+def machine(cpuinfo: str, seed: int) -> str:
+    """Clause about where it ran, from the text of /proc/cpuinfo."""
     name = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     flags = set(re.findall(r"\b(?:amx_tile|avx512f|avx2)\b", cpuinfo))
     best = next((word for flag, word in _FLAGS.items() if flag in flags), "no AVX2")
     cores = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
     shown = re.sub(r"\((?:R|TM)\)| CPU| Processor|@.*", "", name[1] if name else "a processor without a name").strip()
-    return f"{cores} cores ({shown}, {best}), seed {seed}, {seconds:.0f} s for the whole job;"
+    return f"{cores} cores ({shown}, {best}), seed {seed},"
 
 
 _FLAGS = {"amx_tile": "AMX", "avx512f": "AVX-512, no AMX", "avx2": "AVX2"}  # the best one that a processor has
 
 
-def with_results(readme: str, lines: str, where: str) -> str:
-    """README with these results. Raises: ValueError where it has no place for them."""
-    for place, text in ((_LINES, lines), (_MACHINE, where)):
-        if len(place.findall(readme)) != 1:
-            raise ValueError(f"{README}: found {len(place.findall(readme))} places like {place.pattern!r}, wanted one")
-        readme = place.sub(lambda _, text=text: text, readme)  # type: ignore[misc]
-    return readme
+def with_results(text: str, places: Mapping[re.Pattern[str], str]) -> str:
+    """A document with these results in their places. Raises: ValueError where it has not one place for each."""
+    for place, result in places.items():
+        if len(place.findall(text)) != 1:
+            raise ValueError(f"found {len(place.findall(text))} places like {place.pattern!r}, wanted one")
+        text = place.sub(lambda _, result=result: result, text)  # type: ignore[misc]
+    return text
+
+
+def table_lines(table: str) -> str:
+    """The table of the terminal, without the lines around it, as a block of code."""
+    return "".join(f"    {line.rstrip()}\n" for line in table.splitlines() if line[:1] in "┏┃┡│└" and line)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,14 +87,20 @@ def main(arguments: list[str] | None = None) -> int:
     shutil.rmtree(chosen.output, ignore_errors=True)  # a version 1 and no champion, as of whoever runs it first
     settings = load(chosen.config, (f"output={chosen.output}",))
     result = run_pipeline(settings)
-    text = with_results(
-        README.read_text(encoding="utf-8"), told(result.rows),
-        machine(Path("/proc/cpuinfo").read_text(), settings.seed, result.seconds),
-    )  # fmt: skip
+    where, seconds = machine(Path("/proc/cpuinfo").read_text(), settings.seed), f"{result.seconds:.0f} s"
+    changed = {
+        README: {_LINES: told(result.rows), _MACHINE: f"{where} {seconds} for the whole job;"},
+        QUICKSTART: {
+            _TABLE: table_lines(result.table(80)),
+            _TOOK: f"On {where} it took {seconds} and ended with this table:",
+        },
+    }
+    texts = {path: with_results(path.read_text(encoding="utf-8"), places) for path, places in changed.items()}
     shutil.copyfile(Path(chosen.output) / settings.name / "pipeline.png", PICTURES / "demo_pipeline.png")
     shutil.copyfile(result.results["analyze"].path / "success_by_level.png", PICTURES / "demo_success_by_level.png")
-    write_text_atomic(README, text)
-    print(f"{README.name} and two pictures are of this run: git diff --stat")
+    for path, text in texts.items():
+        write_text_atomic(path, text)
+    print(f"{README.name}, {QUICKSTART.name} and two pictures are of this run: git diff --stat")
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError, nearest
+from rl_core.importing import other_folder
 from rl_core.settings.values import fits, words
 
 __all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make", "named_code"]
@@ -84,7 +85,9 @@ def _find(name: str) -> type[Environment]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"name: the module of environment '{name}' cannot be imported: {error}") from error
+        raise SettingsError(
+            f"name: the module of environment '{name}' cannot be imported: {error}{other_folder(error)}"
+        ) from error
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise SettingsError(f"name: '{name}' is not a subclass of rl_core.environments.Environment")

@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--choose", choices=("uncertainty", "random"), default="uncertainty")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.pairs < 300:
+        parser.error("--pairs: at least 300, so that pairs are left for the browser")
     pairs = items(options.pairs)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "load": os.getloadavg()[0]}

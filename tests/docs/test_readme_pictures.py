@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 from documents import ROOT
 
+from flows.runtime.summary import result_table
+
 SPEC = importlib.util.spec_from_file_location("readme_pictures", ROOT / "docs/tools/readme_pictures.py")
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
@@ -27,15 +29,28 @@ def test_the_lines_are_the_stages_own_notes():
 
 
 def test_the_machine_is_named_by_what_it_has():
-    assert tool.machine(CPU, 0, 251.7) == "2 cores (Some Chip 9, AVX-512, no AMX), seed 0, 252 s for the whole job;"
-    assert ", AMX)" in tool.machine(CPU + "flags: amx_tile", 0, 1) and "no AVX2" in tool.machine("", 0, 1)
+    assert tool.machine(CPU, 0) == "2 cores (Some Chip 9, AVX-512, no AMX), seed 0,"
+    assert ", AMX)" in tool.machine(CPU + "flags: amx_tile", 0) and "no AVX2" in tool.machine("", 0)
 
 
-def test_readme_has_one_place_for_each_and_nothing_else_changes():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = tool.with_results(readme, "    sft: THE LINES\n", "THE MACHINE;")
-    assert found.count("THE LINES") == found.count("THE MACHINE") == 1
-    before, after = readme.splitlines(), found.splitlines()
+@pytest.mark.parametrize(
+    ("document", "places"),
+    [
+        (tool.README, {tool._LINES: "    sft: THE LINES\n", tool._MACHINE: "THE MACHINE;"}),
+        (tool.QUICKSTART, {tool._TABLE: "    THE TABLE\n", tool._TOOK: "THE MACHINE:"}),
+    ],
+)
+def test_a_document_has_one_place_for_each_and_nothing_else_changes(document, places):
+    text = document.read_text(encoding="utf-8")
+    found = tool.with_results(text, places)
+    assert found.count("THE ") == 2
+    before, after = text.splitlines(), found.splitlines()
     assert set(after) - set(before) == {line for line in after if "THE " in line}
     with pytest.raises(ValueError, match="found 0 places"):
-        tool.with_results("# nothing", "", "")
+        tool.with_results("# nothing", places)
+
+
+def test_the_table_is_that_of_the_terminal():
+    rows = [{"stage": "sft", "note": "x", "seconds": 1.5, "cached": False}]
+    shown = tool.table_lines(f"before\n{result_table(rows, '', {}, 80)}\nafter")
+    assert tool._TABLE.fullmatch(shown) and "│sft" in shown and "after" not in shown

@@ -9,6 +9,7 @@ from helpers import ROOT
 from flows.cli import main as cli
 from rl_core.environments import make
 from rl_core.errors import SettingsError
+from rl_core.importing import import_function
 from rl_core.types import Trajectory
 from tasks import shipped
 from tasks.config import load
@@ -109,3 +110,17 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     posttrain("validate", "first_task/config.yaml")
     assert (site / "tasks/shipped/deployments/prefect.yaml").is_file()
     assert (site / "rl_core/cpu/decode_ops.c").is_file()
+
+
+def test_a_command_that_is_called_within_the_folder_says_where_to_call_it(tmp_path, monkeypatch):
+    within = tmp_path / "second_task"
+    within.mkdir()
+    monkeypatch.chdir(within)
+    for ask in (
+        lambda: import_function("second_task.reward:brevity", "rewards"),
+        lambda: make("second_task.environment:Largest", {}),
+    ):
+        with pytest.raises(SettingsError, match=f"call the command in {tmp_path}$"):
+            ask()
+    with pytest.raises(SettingsError, match="No module named 'third_task'"):
+        import_function("third_task.reward:brevity", "rewards")
