@@ -57,7 +57,7 @@ def tool_bars(stage: StageView, choice: Choice, episodes: Sequence[Mapping[str, 
         for name, series in stage.table.series.items()
         if name.startswith(_SHARE)
     }
-    told = f"Mean over the newest {window} iterations."
+    told = f"Mean over the newest {window} iterations with calls."
     if not shares and (total := sum(row["calls"] for row in episodes)):
         shares, told = {row["tool"]: row["calls"] / total for row in episodes}, "Of the newest trajectories."
     return _bars("tool shares", "Tools by share of the calls", shares, told)
@@ -68,7 +68,8 @@ def _share(series: Series, stage: StageView, window: int) -> float:
     calls = stage.table.series.get("tool/calls")
     if calls is None or calls.stride > 1 or series.stride > 1:
         return series.mean(window)
-    recent = calls.arrays()[0][-window:]
+    at, _, number_of = calls.arrays()
+    recent = at[number_of > 0][-window:]
     steps, _, values = series.arrays()
     return float(values[steps >= recent[0]].sum() / len(recent)) if len(recent) else math.nan
 

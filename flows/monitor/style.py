@@ -85,7 +85,7 @@ white-space:nowrap;color:var(--pt-ink)}
 overflow:hidden;margin-right:9px}
 .pt-bar i{display:block;height:100%;background:var(--c0);border-radius:4px;transition:width .3s}
 .pt-bars{display:grid;gap:6px;max-width:760px}
-.pt-share{display:grid;grid-template-columns:minmax(90px,190px) 1fr minmax(64px,auto);gap:12px;align-items:center}
+.pt-share{display:grid;grid-template-columns:minmax(80px,26%) 1fr 128px;gap:12px;align-items:center}
 .pt-share span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;color:var(--pt-ink)}
 .pt-share b{font-weight:600;text-align:right;color:var(--pt-ink)}
 .pt-sharebar{height:14px;border-radius:4px;background:var(--pt-line);overflow:hidden}

@@ -41,10 +41,11 @@ class BaselineHead(nn.Module):
         super().__init__()
         sizes = [hidden_size, *[width] * (layers - 1)]
         with torch.random.fork_rng(devices=[]):  # torch's own initialisation would draw
-            self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+            hidden = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+        self.hidden = nn.ModuleList(hidden)
         self.linear = nn.Linear(sizes[-1], 1)
         generator = torch.Generator().manual_seed(seed)
-        for layer in self.hidden:
+        for layer in hidden:
             nn.init.orthogonal_(layer.weight, generator=generator)
             nn.init.zeros_(layer.bias)
         nn.init.zeros_(self.linear.weight)

@@ -16,7 +16,7 @@ TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_eve
 
 STAGES: dict[str, Any] = {
     "prepare_data": {"num_demonstrations": 24, "levels": ["easy"], "heldout_fraction": 0.25},
-    "sft": {"max_steps": 4, "learning_rate": 5e-3, **TRAINING},
+    "sft": {"max_steps": 4, "learning_rate": 5e-3, **TRAINING, "batch_size": 9, "keep_epochs": 1},
     "distill": {
         "teacher": {"model": "models:/small/1"}, "iterations": 2, "prompts_per_iteration": 1, "group_size": 2,
         "warmup_steps": 1, "checkpoint_every": 1, "levels": ["easy"], "sampling": SAMPLING,

@@ -70,7 +70,9 @@ def test_a_shipped_config_is_found_by_its_name_unless_there_is_a_file(tmp_path, 
     assert load("test").name == "test"
     (tmp_path / "demo").write_text("name: mine\nstages: {sft: {}}\n")
     assert load("demo").name == "mine"
-    with pytest.raises(SettingsError, match=r"nothing: no such file, and no shipped config; these are shipped: demo, "):
+    with pytest.raises(
+        SettingsError, match=r"nothing: no such file, and no shipped config; these are shipped: curriculum, demo, "
+    ):
         load("nothing")
 
 

@@ -320,6 +320,7 @@ def two_tools(output):
             **({} if step % 2 else {"tool/share/scan": 0.5})}}
         for step in range(6, 10)
     ]  # fmt: skip
+    rows.append({"step": 10, "time": (START + 70) * 1000, "metrics": {"tool/calls": 0.0}})  # which has no shares
     path = home / "stages/policy/bbbb.tracking/metrics.jsonl"
     path.write_text(path.read_text().rpartition("\n")[0] + "\n" + "".join(json.dumps(row) + "\n" for row in rows))
     return home
