@@ -72,14 +72,14 @@ def network_ppo(
     """
     settings = settings_of_kind(settings, NetworkSettings)
     maker: EnvironmentMaker | None = None
-    vector = None
+    vector: Any = None
     if isinstance(environment, str):
         settings = dataclasses.replace(settings, environment=environment, environment_class=None)
     if environment is None or isinstance(environment, str):
         maker, name = single_maker(settings), environment_name(settings)
     elif hasattr(environment, "single_observation_space"):
         vector, name = environment, type(environment).__name__
-        settings = dataclasses.replace(settings, num_environments=environment.num_envs)
+        settings = dataclasses.replace(settings, num_environments=vector.num_envs)
     elif callable(environment):
         options = settings.environment_options
         maker, name = lambda: environment(**options), getattr(environment, "__qualname__", "environment")

@@ -25,7 +25,8 @@ def paired_layers(
         first, second: weight, offset, weight, offset, ... of each network's linear layers; hidden widths agree.
         activation: tanh or relu, between the layers.
     """
-    outputs: tuple[torch.Tensor, torch.Tensor] = _Paired.apply(inputs_BD, activation, len(first), *first, *second)  # type: ignore[no-untyped-call]
+    function: Any = _Paired  # torch's `apply` has no types
+    outputs: tuple[torch.Tensor, torch.Tensor] = function.apply(inputs_BD, activation, len(first), *first, *second)
     return outputs
 
 

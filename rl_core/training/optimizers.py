@@ -81,7 +81,7 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
     hidden = hidden_matrices(model) & masters.keys() if settings.optimizer == "muon" else set()
     rest = [parameter for name, parameter in masters.items() if name not in hidden]
     # Decay on matrices only: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
