@@ -137,6 +137,10 @@ class RolloutWorker:
         )  # fmt: skip
         return PlayedTask(task.indices, groups, failed)
 
+    def process(self) -> int:
+        """Number of this worker's process."""
+        return os.getpid()
+
     def answer(self, method: str, *arguments: Any) -> Any:
         """Result of a method, or its error as a value: it is raised again where it is for the user to see."""
         try:

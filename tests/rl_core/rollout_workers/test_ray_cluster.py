@@ -18,6 +18,8 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.rollout_workers import ray_cluster
 from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store, reap_folders
+from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
+from rl_core.rollout_workers.stream import RolloutStream
 from rl_core.settings import RolloutSettings
 from rl_core.settings.rollouts import check_ray
 
@@ -60,6 +62,36 @@ def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer)
     finally:
         trainer.team.close()
     assert leftovers() == before and not ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_asynchronous_actors_outlive_a_kill_and_are_replayed_bit_for_bit(tokenizer, tmp_path):
+    before, file = leftovers(), tmp_path / "schedule.jsonl"
+
+    def make():
+        trainer = with_team(letters_trainer(tokenizer, importance="token"), RayCluster(SETTINGS), 2, max_staleness=1)
+        team, trainer.team = trainer.team, None
+        return trainer, team
+
+    trainer, team = make()
+    stream = trainer.stream = RolloutStream(team.settings, team.cluster, team.parts, schedule=file)
+    try:
+        rows = [comparable(trainer.step()) for _ in range(3)]
+        worker = stream._seats[0].worker
+        pid = team.cluster._ray.get(worker.answer.remote("process"))
+        os.kill(pid, signal.SIGKILL)
+        rows += [comparable(trainer.step()) for _ in range(3)]
+        assert stream.lost_workers == 1
+    finally:
+        stream.close()
+    assert leftovers() == before
+    used = [group["number"] for lines in read_schedule(file).values() for line in lines for group in line["groups"]]
+    assert sorted([*used, *(ticket.number for ticket in stream._open())]) == list(range(stream._next))
+    again, team = make()
+    again.stream = ScheduleReplay(file, team.parts, 1)
+    for row in rows:
+        assert comparable(again.step()) == {name: row[name] for name in row if not name.startswith("policy/staleness")}
+    assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
 
 
 DRIVER = """
