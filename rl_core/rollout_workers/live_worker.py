@@ -27,7 +27,7 @@ __all__ = ["Collected", "LiveWorker"]
 
 @dataclass(slots=True)
 class Collected:
-    """What a worker has done since it was asked last."""
+    """Work of a worker since it was asked last."""
 
     finished: list[FinishedTicket] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)

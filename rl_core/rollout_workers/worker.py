@@ -61,7 +61,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What a worker says of the weights that it has loaded."""
+    """Report of a worker on the weights that it has loaded."""
 
     number: int  # of the version
     digest: str  # of the weights in its model

@@ -17,11 +17,12 @@ from helpers.worker_cluster import letters_trainer, with_team
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.rollout_workers import ray_cluster
-from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store, reap_folders
+from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
 from rl_core.settings import RolloutSettings
 from rl_core.settings.rollouts import check_ray
+from rl_core.storage.session_folders import SESSION_PREFIX, SessionFolder, reap_session_folders
 
 ray = pytest.importorskip("ray")
 
@@ -30,7 +31,7 @@ SETTINGS = RolloutSettings(workers="ray", count=2)
 
 def leftovers():
     """Session folders of ours and files in shared memory."""
-    folders = Path(tempfile.gettempdir()).glob(f"{ray_cluster._PREFIX}*")
+    folders = Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}*")
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
@@ -103,7 +104,7 @@ from rl_core.rollout_workers.ray_cluster import RayCluster
 from rl_core.settings import RolloutSettings
 trainer = with_team(letters_trainer(train_tokenizer(["abc xyz"], 300)), RayCluster(RolloutSettings(workers="ray")), 1)
 trainer.step()
-print(trainer.team.cluster._folder, flush=True)
+print(trainer.team.cluster._session.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -119,7 +120,7 @@ def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start
             break
         ends.wait(0.2)
     assert processes_of(folder) == []
-    assert folder.name in reap_folders() and not folder.exists()
+    assert folder.name in reap_session_folders() and not folder.exists()
 
 
 def processes_of(folder):
@@ -135,10 +136,13 @@ def processes_of(folder):
 
 def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder, lock = ray_cluster._own_folder()
-    assert reap_folders() == [] and folder.is_dir()
-    os.close(lock)
-    assert reap_folders() == [folder.name] and not folder.exists()
+    session = SessionFolder()
+    assert reap_session_folders() == [] and session.path.is_dir()
+    session.abandon()
+    assert reap_session_folders() == [session.path.name] and not session.path.exists()
+    other = SessionFolder()
+    other.close()
+    assert not other.path.exists() and reap_session_folders() == []
 
 
 def test_a_cluster_that_does_not_answer_is_one_line():
