@@ -22,12 +22,12 @@ from rl_core.rollout_workers.weights import PackedTensor, WeightUpdate
 from rl_core.rollout_workers.worker import RolloutWorker, TransferReport, WorkerSpec
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Collected", "LiveWorker"]
+__all__ = ["WorkerProgress", "LiveWorker"]
 
 
 @dataclass(slots=True)
-class Collected:
-    """What a worker has done since it was asked last."""
+class WorkerProgress:
+    """Work of a worker since it was asked last."""
 
     finished: list[FinishedTicket] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
@@ -52,7 +52,7 @@ class LiveWorker(RolloutWorker):
         self._asked = threading.Condition()
         self._tickets: deque[Ticket] = deque()
         self._updates: deque[tuple[WeightUpdate, Probe]] = deque()
-        self._done = Collected()
+        self._done = WorkerProgress()
         self._error: PosttrainError | None = None
         self._thread: threading.Thread | None = None
         self._is_ended = False
@@ -84,12 +84,12 @@ class LiveWorker(RolloutWorker):
             self._updates.append((update, probe))
             self._asked.notify()
 
-    def collect(self) -> Collected:
+    def collect(self) -> WorkerProgress:
         """Everything that was finished since the last call. Raises: the error that ended the playing."""
         with self._asked:
             if self._error is not None:
                 raise self._error
-            done, self._done = self._done, Collected()
+            done, self._done = self._done, WorkerProgress()
             return done
 
     def end(self) -> None:

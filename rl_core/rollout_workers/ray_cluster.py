@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError, WorkerFailed
@@ -21,6 +18,7 @@ from rl_core.machine_memory import free_memory
 from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.settings import RolloutSettings
 from rl_core.settings.rollouts import check_ray
+from rl_core.storage.session_folders import SessionFolder, reap_session_folders
 
 __all__ = ["RayCluster", "check_address", "check_store"]
 
@@ -28,7 +26,6 @@ MIB = 2**20
 LEAST_STORE = 80 * MIB  # Ray refuses less than 75 MiB
 SLACK = 64 * MIB  # tasks, rollouts on their way back
 CONNECT_S = 3.0  # for a cluster's address to take a connection
-_PREFIX = "posttrain-ray-"
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -71,8 +68,7 @@ class RayCluster:
         check_ray()
         self._settings = settings
         self._ray: Any = None
-        self._folder: Path | None = None
-        self._lock: int | None = None
+        self._session: SessionFolder | None = None
         self._handles: list[Any] = []
 
     def open(self, num_bytes: int) -> None:
@@ -86,14 +82,14 @@ class RayCluster:
                 self._join(self._settings.address)
 
     def _start(self, store: int) -> None:
-        reap_folders()
-        self._folder, self._lock = _own_folder()
+        reap_session_folders()
+        self._session = SessionFolder()
         threads = self._settings.count + 1
         with _environment({**_LOCAL, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}):
             ray = importlib.import_module("ray")
             _refuse_running(ray)
             ray.init(
-                include_dashboard=False, num_cpus=threads, object_store_memory=store, _temp_dir=str(self._folder),
+                include_dashboard=False, num_cpus=threads, object_store_memory=store, _temp_dir=str(self._session.path),
                 log_to_driver=False, configure_logging=False, address="local",
             )  # fmt: skip
         self._ray = ray
@@ -167,11 +163,9 @@ class RayCluster:
             with _signals_kept():
                 self._ray.shutdown()
         self._ray = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-        self._folder = self._lock = None
+        if self._session is not None:
+            self._session.close()
+        self._session = None
 
 
 class _Actor:
@@ -217,36 +211,6 @@ def _refuse_running(ray: Any) -> None:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-# Session folders
-
-
-def _own_folder() -> tuple[Path, int]:
-    """A folder for Ray's sessions, short enough for its sockets, and the lock that says that its owner lives."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-"))
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
-
-
-def reap_folders(parent: Path | None = None) -> list[str]:
-    """Remove the session folders of this user's runs that were killed; returns their names."""
-    removed = []
-    for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}{os.getuid()}-*")):
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # its owner is just making or removing it
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder.name)
-        except OSError:  # its owner lives
-            continue
-        finally:
-            os.close(lock)
-    return removed
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerLost
-from rl_core.rollout_workers.live_worker import Collected
+from rl_core.rollout_workers.live_worker import WorkerProgress
 from rl_core.rollout_workers.sampler_probe import ProbeAnswer
 from rl_core.rollout_workers.team import RolloutTeam, _Seat
 from rl_core.rollout_workers.tickets import FinishedTicket, Ticket, oldest_version, token_versions
@@ -157,7 +157,7 @@ class RolloutStream(RolloutTeam):
             collected = self._ask(seat, "collect")
             if collected is None:
                 continue
-            assert isinstance(collected, Collected)
+            assert isinstance(collected, WorkerProgress)
             for report in collected.transfers:
                 self._verify(seat, report)
             self.dropped_rollouts += collected.dropped

@@ -41,7 +41,7 @@ _VERSIONS_HELD = 3  # in shared memory at a time: the present, the next, and one
 
 @dataclass
 class TeamParts:
-    """What workers are made of, as the trainer has it."""
+    """Parts of the trainer that workers are made of."""
 
     model: PreTrainedModel
     backend: RolloutBackend  # the trainer's own sampler: what the workers' are compared with

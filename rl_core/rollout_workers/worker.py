@@ -61,7 +61,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What a worker says of the weights that it has loaded."""
+    """Report of a worker on the weights that it has loaded."""
 
     number: int  # of the version
     digest: str  # of the weights in its model
@@ -136,6 +136,10 @@ class RolloutWorker:
             on_failure=failed.append,
         )  # fmt: skip
         return PlayedTask(task.indices, groups, failed)
+
+    def process(self) -> int:
+        """Number of this worker's process."""
+        return os.getpid()
 
     def answer(self, method: str, *arguments: Any) -> Any:
         """Result of a method, or its error as a value: it is raised again where it is for the user to see."""

@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """Where rollouts are played: in the trainer's process, or by workers beside it (docs/scale-out.md)."""
+    """Place of the rollouts: the trainer's process, or workers beside it (docs/scale-out.md)."""
 
     workers: Literal["in_process", "ray"] = setting(
         "in_process",

@@ -129,7 +129,7 @@ VERL: tuple[tuple[str, str, str], ...] = (
     ("trainer.val_before_train", "", "the stage evaluate plays the starting model beside the policy"),
     ("trainer.val_only", "stages", "leave out all stages but evaluate, or call posttrain evaluate"),
     ("trainer.device", "model.device", "auto, cpu or cuda"),
-    ("trainer.esi_redundant_time trainer.ray_wait_register_center_timeout trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.use_legacy_worker_impl actor_rollout_ref.nccl_timeout ray_kwargs.* ray_init.*", "", "no Ray and no HDFS"),
+    ("trainer.esi_redundant_time trainer.ray_wait_register_center_timeout trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.use_legacy_worker_impl actor_rollout_ref.nccl_timeout ray_kwargs.* ray_init.*", "", "no HDFS; rollouts on Ray: stages.policy.rollouts"),
     ("*.checkpoint.*", "", "checkpoints always hold all that a resume needs"),
     ("*.profiler.* global_profiler.*", "", "posttrain profile CONFIG"),
     ("*.strategy *.fsdp_config.* *.ulysses_sequence_parallel_size", f"{_P}.launch", "kind: torchrun shards by FSDP2; " + _OFFLOAD),

@@ -18,11 +18,11 @@ from tasks.pipeline.stage import StageContext
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 
 
-def save_base(folder: Path) -> Path:
+def save_base(folder: Path, preset: str = "nano") -> Path:
     """Save an untrained model for `arithmetic` into a folder."""
     texts = [m["content"] for seed in range(50) for m in make("arithmetic").demonstration(seed, "easy").messages]
     tokenizer = train_tokenizer(texts, 300)
-    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, folder)
+    causal_lm.save(causal_lm.create(ModelSettings(preset=preset, context=128), tokenizer, 0), tokenizer, folder)
     return folder
 
 

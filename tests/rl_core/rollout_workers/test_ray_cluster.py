@@ -17,9 +17,12 @@ from helpers.worker_cluster import letters_trainer, with_team
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.rollout_workers import ray_cluster
-from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store, reap_folders
+from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store
+from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
+from rl_core.rollout_workers.stream import RolloutStream
 from rl_core.settings import RolloutSettings
 from rl_core.settings.rollouts import check_ray
+from rl_core.storage.session_folders import SESSION_PREFIX, SessionFolder, reap_session_folders
 
 ray = pytest.importorskip("ray")
 
@@ -28,7 +31,7 @@ SETTINGS = RolloutSettings(workers="ray", count=2)
 
 def leftovers():
     """Session folders of ours and files in shared memory."""
-    folders = Path(tempfile.gettempdir()).glob(f"{ray_cluster._PREFIX}*")
+    folders = Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}*")
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
@@ -62,6 +65,36 @@ def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer)
     assert leftovers() == before and not ray.is_initialized()
 
 
+@pytest.mark.slow
+def test_asynchronous_actors_outlive_a_kill_and_are_replayed_bit_for_bit(tokenizer, tmp_path):
+    before, file = leftovers(), tmp_path / "schedule.jsonl"
+
+    def make():
+        trainer = with_team(letters_trainer(tokenizer, importance="token"), RayCluster(SETTINGS), 2, max_staleness=1)
+        team, trainer.team = trainer.team, None
+        return trainer, team
+
+    trainer, team = make()
+    stream = trainer.stream = RolloutStream(team.settings, team.cluster, team.parts, schedule=file)
+    try:
+        rows = [comparable(trainer.step()) for _ in range(3)]
+        worker = stream._seats[0].worker
+        pid = team.cluster._ray.get(worker.answer.remote("process"))
+        os.kill(pid, signal.SIGKILL)
+        rows += [comparable(trainer.step()) for _ in range(3)]
+        assert stream.lost_workers == 1
+    finally:
+        stream.close()
+    assert leftovers() == before
+    used = [group["number"] for lines in read_schedule(file).values() for line in lines for group in line["groups"]]
+    assert sorted([*used, *(ticket.number for ticket in stream._open())]) == list(range(stream._next))
+    again, team = make()
+    again.stream = ScheduleReplay(file, team.parts, 1)
+    for row in rows:
+        assert comparable(again.step()) == {name: row[name] for name in row if not name.startswith("policy/staleness")}
+    assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
+
+
 DRIVER = """
 import os, signal, sys
 sys.path[:0] = ["tests"]
@@ -71,7 +104,7 @@ from rl_core.rollout_workers.ray_cluster import RayCluster
 from rl_core.settings import RolloutSettings
 trainer = with_team(letters_trainer(train_tokenizer(["abc xyz"], 300)), RayCluster(RolloutSettings(workers="ray")), 1)
 trainer.step()
-print(trainer.team.cluster._folder, flush=True)
+print(trainer.team.cluster._session.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -87,7 +120,7 @@ def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start
             break
         ends.wait(0.2)
     assert processes_of(folder) == []
-    assert folder.name in reap_folders() and not folder.exists()
+    assert folder.name in reap_session_folders() and not folder.exists()
 
 
 def processes_of(folder):
@@ -103,10 +136,13 @@ def processes_of(folder):
 
 def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder, lock = ray_cluster._own_folder()
-    assert reap_folders() == [] and folder.is_dir()
-    os.close(lock)
-    assert reap_folders() == [folder.name] and not folder.exists()
+    session = SessionFolder()
+    assert reap_session_folders() == [] and session.path.is_dir()
+    session.abandon()
+    assert reap_session_folders() == [session.path.name] and not session.path.exists()
+    other = SessionFolder()
+    other.close()
+    assert not other.path.exists() and reap_session_folders() == []
 
 
 def test_a_cluster_that_does_not_answer_is_one_line():
