@@ -122,7 +122,7 @@ def play_groups(
         pool = None
         if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
-        groups = [
+        groups: list[list[EpisodeSequence]] = [
             make_group(environment, renderer, plan, group_size, sampling, pool, seed, on_failure) for plan in plans
         ]
         for group in groups:
