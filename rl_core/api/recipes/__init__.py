@@ -56,35 +56,19 @@ class Recipe(Generic[T]):
         with contextlib.ExitStack() as stack:
             if self.close is not None:
                 stack.callback(self.close)
-            return self._run(
-                settings, tracker, checkpoints, fingerprint, allow_drift, stop_event, history, callbacks, memory
+            return loop.run_loop(
+                self.trainer,
+                settings,
+                iterations=self.iterations,
+                tracker=tracker,
+                checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints) if checkpoints else None,
+                best_metric=self.best_metric,
+                larger_is_better=self.larger_is_better,
+                fingerprint=fingerprint,
+                allow_drift=allow_drift,
+                stop_event=stop_event,
+                history=history,
+                callbacks=callbacks,
+                memory=memory,
+                after_iteration=after_iteration,
             )
-
-    def _run(
-        self,
-        settings: LoopSettings,
-        tracker: Tracker | None,
-        checkpoints: Path | None,
-        fingerprint: Mapping[str, Any] | None,
-        allow_drift: bool | Collection[str],
-        stop_event: threading.Event | None,
-        history: Path | None,
-        callbacks: Sequence[Callback],
-        memory: LoopMemory | None,
-    ) -> LoopOutcome:
-        return loop.run_loop(
-            self.trainer,
-            settings,
-            iterations=self.iterations,
-            tracker=tracker,
-            checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints) if checkpoints else None,
-            best_metric=self.best_metric,
-            larger_is_better=self.larger_is_better,
-            fingerprint=fingerprint,
-            allow_drift=allow_drift,
-            stop_event=stop_event,
-            history=history,
-            callbacks=callbacks,
-            memory=memory,
-            after_iteration=after_iteration,
-        )
