@@ -492,6 +492,7 @@ _PERF = MetricGroup(
                "More than a few percent of a step."),
         Metric("perf/checkpoint_seconds", "s", "Writing a checkpoint, reported with the iteration after it."),
         Metric("perf/eval_seconds", "s", "One evaluation during training."),
+        Metric("perf/check_seconds", "s", "One test of the thoughts during training (`check_every_episodes`)."),
         Metric("perf/environment_steps_per_second", "steps/s", "Environment steps per second (network)."),
         Metric("perf/tokens_per_second", "tokens/s",
                "Trained tokens (SFT, reward model, preference) or sampled tokens (policy, thoughts) per second of "

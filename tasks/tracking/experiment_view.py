@@ -39,7 +39,7 @@ _RESULTS = "success_rate"  # of a pipeline's run
 _LEARNING = "Learning (of stages: unfold a run with +)"
 _FOLDED = (
     "reward", "reward/task", "reward/learned", "eval", "policy", "value", "tool", "train", "perf", "curriculum",
-    "curriculum/average", "data", "pipeline", "seconds", "Model metrics", "System metrics",
+    "data", "pipeline", "seconds", "Model metrics", "System metrics",
 )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def test_a_shipped_config_is_found_by_its_name_unless_there_is_a_file(tmp_path, 
     (tmp_path / "demo").write_text("name: mine\nstages: {sft: {}}\n")
     assert load("demo").name == "mine"
     with pytest.raises(
-        SettingsError, match=r"nothing: no such file, and no shipped config; these are shipped: curriculum, demo, "
+        SettingsError,
+        match=r"nothing: no such file, and no shipped config; these are shipped: cartpole, curriculum, demo, ",
     ):
         load("nothing")
 
