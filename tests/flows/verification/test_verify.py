@@ -39,6 +39,7 @@ if final.exists():
 state = folder / "checkpoints/checkpoint-00000000/state.json"
 done = json.loads(state.read_text())["loop"]["iteration"] if state.exists() else 0
 lines = (tracking / "metrics.jsonl").read_bytes().splitlines(keepends=True) if done else []
+(tracking / "metrics.jsonl").write_bytes(b"".join(lines[:done]))  # as a resumed run: later points are made again
 for step in range(done, 4):
     faults.fault("loop.step")
     time.sleep(0.15)
@@ -46,7 +47,8 @@ for step in range(done, 4):
     with (tracking / "metrics.jsonl").open("ab") as file:
         file.write(sealed({"step": step, "metrics": {"train/loss": LOSS, "perf/step_seconds": 0.15}}))
     if step % 2:
-        state.write_text(json.dumps({"loop": {"iteration": step + 1}}))
+        state.with_suffix(".new").write_text(json.dumps({"loop": {"iteration": step + 1}}))
+        state.with_suffix(".new").replace(state)
         (folder / "checkpoints/LATEST").write_text("checkpoint-00000000")
 (folder / "metrics.jsonl").write_bytes((tracking / "metrics.jsonl").read_bytes())
 (folder / "manifest.json").write_text("{}")
