@@ -39,7 +39,7 @@ class TooManyHung(CallTimeout):
     """MAX_HUNG earlier calls hang; this one was not begun."""
 
 
-class _Ended(BaseException):
+class _CallEnded(BaseException):
     """Raised within a late call; no `except Exception` catches it."""
 
 
@@ -70,7 +70,7 @@ def call_within(seconds: float, name: str, function: Callable[..., T], *args: An
     def work() -> None:
         try:
             outcome.append((context.run(function, *args), None))
-        except _Ended:
+        except _CallEnded:
             pass
         except BaseException as error:
             outcome.append((None, error))
@@ -113,4 +113,4 @@ def give_up(thread: threading.Thread) -> None:
 
 def _end(thread: threading.Thread) -> None:
     if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Ended))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_CallEnded))

@@ -290,12 +290,12 @@ def test_importing_a_module_has_no_side_effect(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- names
 
 
-def test_no_public_class_name_occurs_twice():
+def test_no_class_name_occurs_twice():
     places = defaultdict(list)
     for package in PACKAGES:
         for path in modules(package).values():
-            for node in parsed(path).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for node in ast.walk(parsed(path)):
+                if isinstance(node, ast.ClassDef):
                     places[node.name].append(place(path, node.lineno))
     assert len(places) > 100
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

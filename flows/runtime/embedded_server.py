@@ -46,7 +46,7 @@ PORT_TAKEN = 3  # exit code of uvicorn
 _EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
-class _Server:
+class _ServerProcess:
     """The server's process and its port."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
@@ -103,8 +103,8 @@ class _Server:
             self.process.wait()
 
 
-_server: _Server | None = None  # of this process, for all its runs
-_begun: _Server | None = None  # started ahead, not waited for yet
+_server: _ServerProcess | None = None  # of this process, for all its runs
+_begun: _ServerProcess | None = None  # started ahead, not waited for yet
 
 
 def begin_embedded_server() -> None:
@@ -123,7 +123,7 @@ def begin_embedded_server() -> None:
         return
     _refuse_full_disk(Path(home))
     start_from_tables(Path(home))
-    _begun = _Server(embedded_access())
+    _begun = _ServerProcess(embedded_access())
     atexit.register(stop_embedded_server)
 
 
@@ -158,7 +158,7 @@ def start_embedded_server() -> None:
     fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
     start_from_tables(settings.home)
-    server = _begun or _Server(settings.to_environment_variables(exclude_unset=True))
+    server = _begun or _ServerProcess(settings.to_environment_variables(exclude_unset=True))
     _begun = None
     try:
         server.wait(limit)

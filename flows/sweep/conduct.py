@@ -66,7 +66,7 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SweepJob:
     """A sweep as its flow gets it: Prefect stores a flow's parameters, and settings may hold secrets."""
 
     plan: SweepPlan
@@ -75,7 +75,7 @@ class _Asked:
     gate: bool
 
 
-_asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("_asked", default=None)
+_asked: contextvars.ContextVar[_SweepJob | None] = contextvars.ContextVar("_asked", default=None)
 
 
 def run_sweep(plan: SweepPlan, *, parallel: int = 1, gate: bool = True, quiet: bool = False) -> SweepResult:
@@ -91,7 +91,7 @@ def run_sweep(plan: SweepPlan, *, parallel: int = 1, gate: bool = True, quiet: b
     if plan.method == "grid":
         for params in grid(plan.dimensions):
             plan.settings_of(params, 0)
-    token = _asked.set(_Asked(plan, base, parallel, gate))
+    token = _asked.set(_SweepJob(plan, base, parallel, gate))
     try:
         with watched(quiet=quiet):
             result: SweepResult = outlived.run(lambda: sweep(base.name, [label_of(_shown(plan))]))
@@ -125,7 +125,7 @@ def sweep(pipeline: str, varied: list[str]) -> SweepResult:
 class _Sweep:
     """One sweep under way."""
 
-    def __init__(self, asked: _Asked) -> None:
+    def __init__(self, asked: _SweepJob) -> None:
         self.plan, self.base, self.parallel, self.gate = asked.plan, asked.base, asked.parallel, asked.gate
         self.home = self.plan.home(self.base)
         self.record = SweepRecord(self.home)

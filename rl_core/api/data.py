@@ -121,7 +121,7 @@ def conversations(
         folder: keeps token ids, so that a resumed run does not make them again.
     Raises: RecordsError listing bad rows, those longer than the context among them.
     """
-    reader = _Reader(Job("demonstrations", loss_on), renderer, context, folder)
+    reader = _RowReader(Job("demonstrations", loss_on), renderer, context, folder)
     parts = _split(
         data, heldout, reader, lambda row: opening_text(row["messages"]), seed,
         otherwise=lambda row: str(row["messages"][:-1]),
@@ -141,7 +141,7 @@ def preference_pairs(
         use: the loss, or "reward_model".
     Raises: DataError naming a row that does not go with the loss.
     """
-    reader = _Reader(Job("preferences"), renderer, context, folder)
+    reader = _RowReader(Job("preferences"), renderer, context, folder)
     parts = _split(data, heldout, reader, lambda row: prompt_text(row["prompt"]), seed)
     train = PreferencePart.of(parts.train.sequences, parts.train.rows, use, "training")
     rest = PreferencePart.of(parts.heldout.sequences, parts.heldout.rows, use, "held-out")
@@ -150,7 +150,7 @@ def preference_pairs(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Side:
     """Rows and their sequences."""
 
     rows: Sequence[Row]
@@ -159,12 +159,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Parts:
-    train: _Part
-    heldout: _Part
+    train: _Side
+    heldout: _Side
     digest: str
 
 
-class _Reader:
+class _RowReader:
     """Reads rows, and tokenises each once."""
 
     def __init__(self, job: Job, renderer: ChatRenderer, context: int, folder: Path | None) -> None:
@@ -187,7 +187,7 @@ class _Reader:
 def _split(
     data: RowSource,
     heldout: RowSource | float,
-    read: _Reader,
+    read: _RowReader,
     prompt_of: Callable[[Row], str],
     seed: int,
     otherwise: Callable[[Row], str] | None = None,
@@ -206,13 +206,13 @@ def _split(
                 "heldout: %d of %d rows have a prompt of the training rows, so they are not held out",
                 overlap["num_overlap_rows"], overlap["num_heldout_rows"],
             )  # fmt: skip
-        return _Parts(_Part(rows, sequences), _Part(rest.rows, others), records.digest + rest.digest)
+        return _Parts(_Side(rows, sequences), _Side(rest.rows, others), records.digest + rest.digest)
     if heldout == 0:
-        return _Parts(_Part(rows, sequences), _Part([], sequences.of_rows([])), records.digest)
+        return _Parts(_Side(rows, sequences), _Side([], sequences.of_rows([])), records.digest)
     if not 0 < heldout < 1:
         raise SettingsError(f"heldout: {heldout} has to be a share from 0 to below 1, a file, or a list of rows")
     if otherwise is not None and len({prompt_key(prompt_of(row)) for row in rows}) == 1:
         prompt_of = otherwise
     train, rest_places, _ = split_places(rows, prompt_of, heldout, seed)
-    parts = [_Part(rows_at(rows, some), sequences.of_rows(some)) for some in (train, rest_places)]
+    parts = [_Side(rows_at(rows, some), sequences.of_rows(some)) for some in (train, rest_places)]
     return _Parts(parts[0], parts[1], f"{records.digest} {heldout}")

@@ -24,7 +24,7 @@ __all__ = ["Gemm", "Operand", "Product", "load", "load_tiles", "load_vectors", "
 _row_by_row: ContextVar[bool] = ContextVar("row_by_row", default=False)
 
 
-class _Part(ctypes.Structure):
+class _RowPart(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
 
 
@@ -121,11 +121,11 @@ class Gemm:
         Those that add to the same numbers stand one behind the other, and begin at the same place.
         """
         parts = [
-            _Part(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
+            _RowPart(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
             for product in products
             for part in product.right
         ]
-        table, size, taken = (_Part * len(parts))(*parts), ctypes.sizeof(_Part), 0
+        table, size, taken = (_RowPart * len(parts))(*parts), ctypes.sizeof(_RowPart), 0
         described = []
         for one in products:
             left, out = one.left, one.out
@@ -153,8 +153,8 @@ class Gemm:
     ) -> torch.Tensor:
         """out (+)= left right, each operand `across` where its rows are what is summed over."""
         rows, depth = (left.shape[1], left.shape[0]) if left_across else left.shape
-        parts = (_Part * len(right))(
-            *[_Part(part.data_ptr(), part.stride(0), part.shape[1 if across else 0]) for part in right]
+        parts = (_RowPart * len(right))(
+            *[_RowPart(part.data_ptr(), part.stride(0), part.shape[1 if across else 0]) for part in right]
         )
         threads = torch.get_num_threads()
         self._product(

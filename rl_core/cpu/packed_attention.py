@@ -111,7 +111,7 @@ class _CompiledAttention(torch.autograd.Function):
 
 
 class _Rectangles(Attention):
-    def __init__(self, rows: _Rows, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
+    def __init__(self, rows: _RowShapes, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
         super().__init__(cos_ND, sin_ND)
         self._rows = rows
 
@@ -132,7 +132,7 @@ class _Rectangles(Attention):
 
 
 @dataclass(slots=True)
-class _Rows:
+class _RowShapes:
     """The rectangles in which attention sees the real tokens: rows of similar length together."""
 
     shapes: list[tuple[int, int]]  # rows and width of each rectangle
@@ -153,7 +153,7 @@ class _Rows:
         return joined_NE
 
 
-def _rows_of(lengths: list[int], shared: SharedPrefixes | None = None) -> _Rows:
+def _rows_of(lengths: list[int], shared: SharedPrefixes | None = None) -> _RowShapes:
     """Rectangles for rows of these lengths, whose tokens lie end to end: sorted, cut where much would be padding."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -175,10 +175,10 @@ def _rows_of(lengths: list[int], shared: SharedPrefixes | None = None) -> _Rows:
     places_T = torch.empty_like(real_places_T)
     places_T[tokens_P[real_places_T]] = real_places_T
     if shared is None:
-        return _Rows(shapes, tokens_P, places_T)
+        return _RowShapes(shapes, tokens_P, places_T)
     repeated_R = shared.repeated_R
     repeated = places_T[repeated_R], shared.unique_T[repeated_R]
-    return _Rows(shapes, shared.unique_T[tokens_P], places_T[shared.first_N], repeated)
+    return _RowShapes(shapes, shared.unique_T[tokens_P], places_T[shared.first_N], repeated)
 
 
 class _Rotary(torch.autograd.Function):

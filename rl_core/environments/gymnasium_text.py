@@ -34,7 +34,7 @@ _MARKS = {"42": "{}", "34": "()", "35": "<>"}  # by colour code; other backgroun
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ShippedMetadata:
     """Metadata of an environment that ships with Gymnasium: action names, task text, success threshold."""
 
     actions: tuple[str, ...]
@@ -49,13 +49,13 @@ def _blackjack(value: Any) -> str:
 
 
 _KNOWN = {
-    "FrozenLake": _Known(("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."),
-    "CliffWalking": _Known(("up", "right", "down", "left"), "x you, C cliff, T goal.", success_above=-1.5),
-    "Taxi": _Known(
+    "FrozenLake": _ShippedMetadata(("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."),
+    "CliffWalking": _ShippedMetadata(("up", "right", "down", "left"), "x you, C cliff, T goal.", success_above=-1.5),
+    "Taxi": _ShippedMetadata(
         ("south", "north", "east", "west", "pickup", "dropoff"),
         "[ ] taxi, { } taxi with passenger, ( ) passenger, < > destination; : can be passed, | not.",
     ),
-    "Blackjack": _Known(("stick", "hit"), "Come nearer to 21 than the dealer, not above it.", _blackjack),
+    "Blackjack": _ShippedMetadata(("stick", "hit"), "Come nearer to 21 than the dealer, not above it.", _blackjack),
 }
 
 

@@ -37,7 +37,7 @@ _UNNAMED = re.compile(r"[^A-Za-z0-9_-]")
 
 
 @dataclass(frozen=True)
-class _Server:
+class _ServerOptions:
     """One server of the options."""
 
     name: str
@@ -98,9 +98,9 @@ class _Bound(Toolset):
 class _Session:
     """Connections to some servers, opened one by one when they are needed. Thread-safe."""
 
-    def __init__(self, servers: Sequence[_Server]) -> None:
+    def __init__(self, servers: Sequence[_ServerOptions]) -> None:
         self._servers = {server.name: server for server in servers}
-        self._open: dict[str, _Connection] = {}
+        self._open: dict[str, _ServerConnection] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -108,7 +108,7 @@ class _Session:
         """Text of a tool's result. Raises: EnvironmentFault where the server does not start; _ToolFailed."""
         return self._connection(server).call(tool, arguments)
 
-    def list(self, server: _Server) -> list[Any]:
+    def list(self, server: _ServerOptions) -> list[Any]:
         """The server's tools."""
         return self._connection(server.name).list()
 
@@ -120,12 +120,12 @@ class _Session:
         for connection in connections:
             connection.close()
 
-    def _connection(self, name: str) -> _Connection:
+    def _connection(self, name: str) -> _ServerConnection:
         with self._lock:
             if self._is_closed:
                 raise EnvironmentFault(f"MCP server '{name}': the episode is over")
             if name not in self._open:
-                self._open[name] = _Connection(self._servers[name])
+                self._open[name] = _ServerConnection(self._servers[name])
             return self._open[name]
 
 
@@ -133,10 +133,10 @@ class _ToolFailed(Exception):
     """A call that failed; the message is shown to the policy."""
 
 
-class _Connection:
+class _ServerConnection:
     """One server's client, in a task of the common event loop that both opens and closes it."""
 
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: _ServerOptions) -> None:
         """Blocks until the server answers. Raises: EnvironmentFault."""
         self._server, self._loop = server, _event_loop()
         is_linux = hasattr(os, "memfd_create")  # elsewhere what the server says is dropped
@@ -213,7 +213,7 @@ class _Connection:
                 raise
 
 
-def _client(server: _Server, said: int) -> Any:
+def _client(server: _ServerOptions, said: int) -> Any:
     """The package's client of a server. `said`: descriptor for what the server writes to standard error."""
     import mcp
 
@@ -282,7 +282,7 @@ def _text_of(result: Any) -> str:
     return "\n".join(parts)
 
 
-def _tools_of(server: _Server, listed: Sequence[Any], taken: set[str]) -> list[Tool]:
+def _tools_of(server: _ServerOptions, listed: Sequence[Any], taken: set[str]) -> list[Tool]:
     """Tools of a server that the options ask for. Raises: SettingsError for a name that it does not have."""
     known = {tool.name: tool for tool in listed}
     for name in server.tools or ():
@@ -327,7 +327,7 @@ def _without_session(tool: Tool) -> Tool:
     )
 
 
-def _server_of(name: str, options: Any) -> _Server:
+def _server_of(name: str, options: Any) -> _ServerOptions:
     place = f"options.mcp.{name}"
     if not isinstance(options, Mapping):
         raise SettingsError(f"{place}: must be {{command: [PROGRAM, ...]}} or {{url: ADDRESS}}")
@@ -343,7 +343,7 @@ def _server_of(name: str, options: Any) -> _Server:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise SettingsError(f"{place}.{key}: {value!r} must be a number of seconds above 0")
     wanted = options.get("tools")
-    return _Server(
+    return _ServerOptions(
         name, tuple(command), url, {str(k): str(v) for k, v in (options.get("env") or {}).items()}, options.get("cwd"),
         None if wanted is None else tuple(wanted), float(limits["timeout_s"]), float(limits["start_timeout_s"]),
     )  # fmt: skip

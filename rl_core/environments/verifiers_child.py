@@ -170,7 +170,7 @@ async def _played(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any
     """The episode until a reply is missing, or to its end."""
     environment = _environments[0]
     ((name, config),) = _seats(environment.config).items()
-    seat = _Seat(name, config, replies)
+    seat = _PolicySeat(name, config, replies)
     running = asyncio.ensure_future(_episode(environment, task, seat))
     await asyncio.wait({running, seat.is_waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
@@ -186,7 +186,7 @@ async def _played(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any
     return {"messages": seat.exchange.said(), "scores": _scores(seat.exchange.trace)}
 
 
-async def _episode(environment: Any, task: Any, seat: _Seat) -> None:
+async def _episode(environment: Any, task: Any, seat: _PolicySeat) -> None:
     import verifiers.v1 as vf
 
     agents = SimpleNamespace(**{seat.name: seat})
@@ -210,7 +210,7 @@ def _scores(trace: Any) -> dict[str, Any]:
 async def _tools() -> list[dict[str, Any]]:
     """Schemas of the tools that the policy may call."""
     ((name, config),) = _seats(_environments[0].config).items()
-    exchange = _Exchange(_Seat(name, config, []), _tasks[0])
+    exchange = _Exchange(_PolicySeat(name, config, []), _tasks[0])
     await exchange.open()
     return exchange.servers.schemas() if exchange.servers is not None else []
 
@@ -219,7 +219,7 @@ class _Scoring(Exception):
     """The task's own rewards raised, for which the reply may be to blame."""
 
 
-class _Seat:
+class _PolicySeat:
     """The policy as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
 
     def __init__(self, name: str, config: Any, replies: Sequence[dict[str, Any]]) -> None:
@@ -263,7 +263,7 @@ async def _called(function: Any, task: Any, trace: Any) -> Any:
 class _Exchange:
     """The package's `Interaction`: each turn is the environment's message and the policy's reply."""
 
-    def __init__(self, seat: _Seat, task: Any) -> None:
+    def __init__(self, seat: _PolicySeat, task: Any) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 

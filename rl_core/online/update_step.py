@@ -62,7 +62,7 @@ class UpdateReport:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _UpdateRows:
     """Rollouts of an update as rows."""
 
     rows: list[TrainRow]
@@ -188,7 +188,7 @@ class GuardedLearner:
 
     # Passes over the model
 
-    def _rows(self, task: UpdateTask) -> _Rows:
+    def _rows(self, task: UpdateTask) -> _UpdateRows:
         rows: list[TrainRow] = []
         advantages: list[float] = []
         versions, recorded = [], []
@@ -208,9 +208,9 @@ class GuardedLearner:
         kept = [
             (row, advantage, one) for row, advantage, one in zip(rows, advantages, old, strict=True) if one is not None
         ]
-        return _Rows([k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], len(rows) - len(kept))
+        return _UpdateRows([k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], len(rows) - len(kept))
 
-    def _apply(self, batches: Sequence[TrainBatch], found: _Rows, number: int) -> dict[str, float]:
+    def _apply(self, batches: Sequence[TrainBatch], found: _UpdateRows, number: int) -> dict[str, float]:
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             return self._loss(batch.to(self.device), found)
 
@@ -221,7 +221,7 @@ class GuardedLearner:
             torch.manual_seed(number)
             return self.optimizer_step.apply(batches, loss)
 
-    def _loss(self, batch: TrainBatch, found: _Rows) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _loss(self, batch: TrainBatch, found: _UpdateRows) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of a micro-batch over the denominator of the whole update."""
         count, mask_BS = float(found.num_tokens), batch.loss_mask_BS
         new_NV = vocabulary_logprobs(self.model, batch)
@@ -240,7 +240,7 @@ class GuardedLearner:
         parts = {"rl": rl.detach(), "kl": kl.detach(), "clip_fraction": metrics["clip_fraction"]}
         return rl + self.kl_coef * kl, parts
 
-    def _kl_sum(self, batch: TrainBatch, found: _Rows, new_NV: torch.Tensor) -> torch.Tensor:
+    def _kl_sum(self, batch: TrainBatch, found: _UpdateRows, new_NV: torch.Tensor) -> torch.Tensor:
         """Sum of KL(old || new) over the micro-batch's loss tokens."""
         counts = batch.loss_mask_BS.sum(1).tolist()
         parts = [
@@ -250,7 +250,7 @@ class GuardedLearner:
         return torch.stack(parts).sum()
 
     @torch.no_grad()
-    def _mean_kl(self, batches: Sequence[TrainBatch], found: _Rows) -> float:
+    def _mean_kl(self, batches: Sequence[TrainBatch], found: _UpdateRows) -> float:
         """Mean KL(old || policy) per loss token, under the weights as they are; NaN where these give none."""
 
         def of_batch(batch: TrainBatch) -> float:

@@ -131,7 +131,7 @@ def _outside(row: Sequence[int], vocabulary: int) -> int:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Question:
     rows: Rows
     temperature: float
     answer: Answer | None = None
@@ -143,13 +143,13 @@ class SharedScorer:
 
     def __init__(self, score: Callable[[Rows, float], Answer]) -> None:
         self._score = score
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Question] = []
         self._list, self._turn = threading.Lock(), threading.Lock()
         self.passes = 0  # calls of the scorer behind, each of one or more requests
 
     def score(self, rows: Rows, temperature: float = 1.0) -> Answer:
         """See `Scorer`; an error of one request is that of its asker alone."""
-        asked = _Asked(rows, temperature)
+        asked = _Question(rows, temperature)
         with self._list:
             self._waiting.append(asked)
         with self._turn:
@@ -168,7 +168,7 @@ class SharedScorer:
         with self._turn:
             return call()
 
-    def _compute(self, chosen: list[_Asked]) -> None:
+    def _compute(self, chosen: list[_Question]) -> None:
         try:
             self.passes += 1
             found = self._score([row for asked in chosen for row in asked.rows], chosen[0].temperature)

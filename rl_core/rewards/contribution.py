@@ -47,7 +47,7 @@ class Contribution:
 
 
 @dataclass(slots=True)
-class _Sums:
+class _ComponentSums:
     """Running sums of one component."""
 
     shares: float = 0.0
@@ -65,7 +65,7 @@ def contributions(groups: Iterable[Sequence[Row]], names: Sequence[str]) -> dict
     algorithms that divide by the group's deviation learn as much from small differences as from large ones.
     Differences below a deviation of STD_FLOOR count as none, as in `losses.advantages`.
     """
-    sums = {name: _Sums() for name in names}
+    sums = {name: _ComponentSums() for name in names}
     played = differing = pairs = 0
     for group in groups:
         rows = [row for row in group if not row["masked"]]

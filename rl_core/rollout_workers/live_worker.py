@@ -34,7 +34,7 @@ class WorkerProgress:
     dropped: int = 0  # rollouts begun anew because of new weights
 
 
-class _Ended(Exception):
+class _RunEnded(Exception):
     """The worker is to stop in the middle of a run."""
 
 
@@ -114,7 +114,7 @@ class LiveWorker(RolloutWorker):
                     tickets = [self._tickets.popleft() for _ in range(min(self._at_once, len(self._tickets)))]
                 if tickets:
                     self._play_tickets(tickets)
-        except _Ended:
+        except _RunEnded:
             return
         except PosttrainError as error:
             self._end(error)
@@ -147,7 +147,7 @@ class LiveWorker(RolloutWorker):
 
         def between(run: LiveRun) -> None:
             if self._is_ended:
-                raise _Ended
+                raise _RunEnded
             for group in [group for group in waiting if group.is_over]:
                 waiting.remove(group)
                 self._hand_over(group.finished())

@@ -59,7 +59,7 @@ class TeamParts:
 
 
 @dataclass
-class _Seat:
+class _WorkerSeat:
     """The place of one worker, taken by another when it is lost."""
 
     number: int
@@ -78,7 +78,7 @@ class RolloutTeam:
     replayed_groups: int = 0  # since the beginning: their worker was lost while it played them
     sent_bytes: int = 0  # of weights, by the newest transfer
     on_event: Callable[[str], None] | None = None  # told of every lost worker, in words for people
-    _seats: list[_Seat] = field(default_factory=list)
+    _seats: list[_WorkerSeat] = field(default_factory=list)
     _shared: tuple[Any, Any] | None = None  # spec and weights of the start, as the cluster keeps them
     _sent: dict[str, str] = field(default_factory=dict)  # digest of each tensor that the workers have
     _update: WeightUpdate | None = None  # the newest, and what a new worker needs in its place:
@@ -123,7 +123,7 @@ class RolloutTeam:
     def _play_all(self, tasks: Sequence[PlayTask]) -> list[PlayedTask]:
         """Every task once, by whichever worker is free; those of a lost one again."""
         waiting, done = deque(tasks), list[PlayedTask]()
-        running: dict[Any, tuple[_Seat, PlayTask]] = {}
+        running: dict[Any, tuple[_WorkerSeat, PlayTask]] = {}
         free = list(self._seats)
         while waiting or running:
             while waiting and free:
@@ -179,7 +179,7 @@ class RolloutTeam:
         self._answers = play_probe(parts.backend, self._probe)
         check_trainer(parts.model, self._answers, self._probe, parts.bound)
 
-    def _load(self, seats: Sequence[_Seat], update: WeightUpdate) -> None:
+    def _load(self, seats: Sequence[_WorkerSeat], update: WeightUpdate) -> None:
         """Send an update to these workers, and verify each; one that is lost meanwhile is replaced."""
         assert self._probe is not None
         shared = self.cluster.share(update)
@@ -192,7 +192,7 @@ class RolloutTeam:
                 except WorkerLost as lost:
                     self._replace(seat, str(lost), "it was taking new weights")
 
-    def _verify(self, seat: _Seat, report: TransferReport) -> None:
+    def _verify(self, seat: _WorkerSeat, report: TransferReport) -> None:
         """Raises: SamplerMismatch where the worker has other weights, or samples from others."""
         expected, answers = self._expected(report.number)
         who = f"rollout worker {seat.number} (process {report.pid})"
@@ -216,7 +216,7 @@ class RolloutTeam:
         num_bytes = sum(packed.data.nbytes for packed in base.values())
         self.cluster.open(num_bytes + _VERSIONS_HELD * (self._update.num_bytes if self._update is not None else 0))
         self._shared = (self._share_spec(), self.cluster.share(base))
-        self._seats = [_Seat(number, self._start_worker()) for number in range(self.settings.count)]
+        self._seats = [_WorkerSeat(number, self._start_worker()) for number in range(self.settings.count)]
         self._load(self._seats, self._whole())
 
     def _start_worker(self) -> Any:
@@ -244,7 +244,7 @@ class RolloutTeam:
         weights = trainable_weights(self.parts.model)
         return WeightUpdate(self._update.number, pack(weights), self._update.digest)
 
-    def _replace(self, seat: _Seat, how: str, consequence: str) -> None:
+    def _replace(self, seat: _WorkerSeat, how: str, consequence: str) -> None:
         """Put a new worker into the place of a lost one. Raises: WorkerFailed where that was tried too often."""
         seat.losses += 1
         self.lost_workers += 1

@@ -6,7 +6,7 @@ It needs httpx alone. Training and sampling are the public tinker SDK's; this is
         found = client.evaluate(run, model="tinker://.../weights/a", against="small", texts=["..."])
         print(found.text_comparison.kl.value)
 
-Calls are described once (`client_calls`), attempts and waits are (`_Connection.exchange`, `client_calls.evaluate`).
+Calls are described once (`client_calls`), attempts and waits are (`_Endpoint.exchange`, `client_calls.evaluate`).
 The two clients only send, wait, and hand over what came.
 """
 
@@ -37,7 +37,7 @@ _AGAIN: Final = (408, 429, 503)
 _Outcome = httpx.Response | httpx.TransportError  # of one attempt
 
 
-class _Connection:
+class _Endpoint:
     """Address, key and patience of a client; headers and errors of its calls."""
 
     def __init__(self, address: str | None, key: str | None, timeout: float, patience: float) -> None:
@@ -163,7 +163,7 @@ class ServiceClient(_Calls):
 
         Raises: SettingsError without a key, or for an address that is none.
         """
-        self._connection = _Connection(address, key, timeout, patience)
+        self._connection = _Endpoint(address, key, timeout, patience)
         self._http = httpx.Client(**self._connection.options, transport=transport)
 
     def __enter__(self) -> ServiceClient:
@@ -232,7 +232,7 @@ class AsyncServiceClient(_Calls):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args, Raises: as `ServiceClient`."""
-        self._connection = _Connection(address, key, timeout, patience)
+        self._connection = _Endpoint(address, key, timeout, patience)
         self._http = httpx.AsyncClient(**self._connection.options, transport=transport)
 
     async def __aenter__(self) -> AsyncServiceClient:

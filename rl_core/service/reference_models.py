@@ -80,10 +80,10 @@ class PoolReader:
 
     def read(self, rows: Sequence[Sequence[int]]) -> OpenRows:
         """See `LogitReader`; the model is asked for one chunk of logits after the other."""
-        return _Asked(self._models, self._models.names[self._name], rows)
+        return _PooledLogits(self._models, self._models.names[self._name], rows)
 
 
-class _Asked:
+class _PooledLogits:
     def __init__(self, models: ReferenceModels, path: str, rows: Sequence[Sequence[int]]) -> None:
         self._models, self._path, self._rows = models, path, rows
 

@@ -184,7 +184,7 @@ def _read(jobs: Sequence[SampleJob]) -> list[SampleResult]:
     base = jobs[0].sampler.base
     weights = jobs[0].sampler.weights.merged() if any(job.reads for job in jobs) else {}
     with base.holding(weights):
-        read = _Reader(base)
+        read = _DistributionReader(base)
         return [_answer(read, job.request, job.prompt, job.sequences) for job in jobs]
 
 
@@ -241,7 +241,9 @@ def _stop_texts(base: ServedBase, parameters: SampleParameters) -> Callable[[lis
     return has_stop
 
 
-def _answer(read: _Reader, request: SampleRequest, prompt: np.ndarray, played: Sequence[_Sequence]) -> SampleResult:
+def _answer(
+    read: _DistributionReader, request: SampleRequest, prompt: np.ndarray, played: Sequence[_Sequence]
+) -> SampleResult:
     topk: list[TopLogprobs | None] = [None] * len(played)
     if request.topk_sample_logprobs:
         topk = [
@@ -280,7 +282,7 @@ def _after_nothing(top: TopLogprobs) -> TopLogprobs:
     return TopLogprobs(tokens, logprobs)
 
 
-class _Reader:
+class _DistributionReader:
     """Distributions of the base's present weights at the positions of given sequences."""
 
     def __init__(self, base: ServedBase) -> None:

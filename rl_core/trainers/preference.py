@@ -95,7 +95,7 @@ class _ComparedPairBatch:
     ties_B: torch.Tensor  # bool [B], True = neither side is better
 
 
-class _Sums(NamedTuple):
+class _Denominators(NamedTuple):
     """Denominators of a step, over all its micro-batches and processes."""
 
     pairs: int
@@ -253,7 +253,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         """Loss and metrics of a micro-batch; for KTO after a pass over all of them, for the reference point."""
         pairs = [each.pair for each in examples]
         if self.settings.loss == "kto":
-            sums = _Sums(
+            sums = _Denominators(
                 len(pairs),
                 sum(sum(pair.chosen.loss_mask) for pair in pairs),
                 sum(bool(pair.desirable) for pair in pairs),
@@ -263,7 +263,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             return lambda batch: self._labelled_loss(batch, sums)
         tokens = sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs)
         ordered = sum(not p.tie for p in pairs)
-        sums = _Sums(len(pairs), tokens, 0, 0.0, ordered)
+        sums = _Denominators(len(pairs), tokens, 0, 0.0, ordered)
         return lambda batch: self._loss(batch, sums)
 
     def _reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
@@ -284,7 +284,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             loss_mask_BS=mask_BS,
         ).to(self._device)
 
-    def _labelled_loss(self, batch: _ComparedPairBatch, sums: _Sums) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _labelled_loss(
+        self, batch: _ComparedPairBatch, sums: _Denominators
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """KTO on the rows of a micro-batch; their mismatched completions were read for the reference point."""
         settings = self.settings
         rows = self._rows(batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B)
@@ -310,7 +312,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             }
         return loss, metrics
 
-    def _loss(self, batch: _ComparedPairBatch, sums: _Sums) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(self, batch: _ComparedPairBatch, sums: _Denominators) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
         settings, num_pairs = self.settings, sums.pairs
         chosen_B, rejected_B, loss_mask_BS = self._logprobs(self.model, batch)

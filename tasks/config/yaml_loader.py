@@ -146,7 +146,7 @@ def _parse(text: str, name: str) -> Document:
         raise SettingsError(f"{name}:{line}: character U+{code:04X} is not allowed in YAML; remove it") from error
     document = Document(None)
     if node is not None:
-        document.data = _Reader(document, name).value(node, (), 0)
+        document.data = _NodeReader(document, name).value(node, (), 0)
     return document
 
 
@@ -178,7 +178,7 @@ def _check_events(text: str, name: str) -> None:
             depth -= 1
 
 
-class _Reader:
+class _NodeReader:
     """Turns nodes into plain values, keeping lines and counting what aliases expand to."""
 
     def __init__(self, document: Document, name: str) -> None:

@@ -83,7 +83,7 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
         def wait(self, limit): ...
         def stop(self): ...
 
-    monkeypatch.setattr(embedded_server, "_Server", Started)
+    monkeypatch.setattr(embedded_server, "_ServerProcess", Started)
     with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
         embedded_server.start_embedded_server()
         embedded_server.stop_embedded_server()

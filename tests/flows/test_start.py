@@ -40,7 +40,7 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
         def stop(self):
             done.append("stop")
 
-    monkeypatch.setattr(embedded_server, "_Server", Stuck)
+    monkeypatch.setattr(embedded_server, "_ServerProcess", Stuck)
     with (
         temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}),
         pytest.raises(said) as caught,

@@ -36,7 +36,7 @@ def session_of(target: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedKey:
     key: ApiKey | None
     until: float
 
@@ -52,7 +52,7 @@ class Server:
         self.fetched: dict[str, float] = {}  # request -> when its result was sent, monotonic
         self._threads = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="service-store")
         self._accepting = ThreadPoolExecutor(ACCEPTING_THREADS, thread_name_prefix="service-accept")
-        self._keys: dict[str, _Known] = {}
+        self._keys: dict[str, _CachedKey] = {}
         self._owners: dict[str, str] = {}  # of sessions
 
     async def ask(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -77,7 +77,7 @@ class Server:
             key = await self.ask(self.store.key_of, secret) if secret else None
             if len(self._keys) > MAX_KNOWN:
                 self._keys.clear()
-            known = self._keys[secret] = _Known(key, time.monotonic() + KEY_SECONDS)
+            known = self._keys[secret] = _CachedKey(key, time.monotonic() + KEY_SECONDS)
         if known.key is None:
             what = "unknown or revoked" if secret else "missing"
             raise Refused(401, f"X-API-Key is {what}; make one with `posttrain service key create NAME`")
