@@ -64,6 +64,10 @@ def test_the_command_finds_own_code_in_the_folder_that_it_is_called_from(tmp_pat
     assert "acts in   my_package.echo:Echo" in done.stdout
 
 
+def test_it_stays_short():
+    assert len(README.encode()) <= 8000
+
+
 def test_every_path_link_and_command_that_it_names_exists():
     from flows.cli.main import COMMANDS
 
