@@ -38,7 +38,7 @@ def same(one, other, tolerance):
     ]
     # 1 - a ratio of two small sums, which has fewer digits than they have
     ratios = [{name: side.pop(name) for name in list(side) if "explained_variance" in name} for side in metrics]
-    assert ratios[0] == pytest.approx(ratios[1], abs=100 * tolerance)
+    assert ratios[0] == pytest.approx(ratios[1], rel=100 * tolerance, abs=100 * tolerance)
     assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
     assert one["weights"] == pytest.approx(other["weights"], rel=tolerance)
 
