@@ -1,6 +1,7 @@
 """Readers of a run's files as pandas DataFrames: metrics, trajectories, rewards.
 
-`run` is a finished stage's folder, a run's `output` folder, or the file itself. pandas is imported at the first use.
+`run` is the `output` folder of a training, a finished stage's folder, a pipeline's folder (`outputs/NAME`; `stage` says
+which of its stages, the newest result stands), or the file itself. pandas is imported at the first use.
 The iterators that read one line at a time are `rl_core.analysis.read_trajectories`, `iter_metrics` and `iter_rewards`.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +38,16 @@ METRICS, REWARDS, RECENT, ANALYSIS = "metrics.jsonl", "rewards.jsonl", "recent_r
 HISTORY = "metrics_history.jsonl"
 
 
-def read_metrics(run: str | Path) -> pd.DataFrame:
+def read_metrics(run: str | Path, *, stage: str = "") -> pd.DataFrame:
     """One row a step, one column a metric, indexed by step; NaN where a metric was not measured.
 
     Of several values at one step, as a resumed run leaves them, the newest stands.
     Raises: DataError where there are no metrics.
     """
-    return metrics_frame(iter_metrics(run))
+    return metrics_frame(iter_metrics(run, stage=stage))
 
 
-def read_rewards(run: str | Path) -> pd.DataFrame:
+def read_rewards(run: str | Path, *, stage: str = "") -> pd.DataFrame:
     """One row a rollout of training: iteration, level, seed, sample, success, reward, masked, and every part.
 
     Parts are columns `reward/NAME` (raw) and `weighted/NAME` (what it added to the reward).
@@ -54,10 +55,10 @@ def read_rewards(run: str | Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    return pd.DataFrame.from_records([_reward_row(row) for row in iter_rewards(run)])
+    return pd.DataFrame.from_records([_reward_row(row) for row in iter_rewards(run, stage=stage)])
 
 
-def read_analysis(run: str | Path) -> pd.DataFrame:
+def read_analysis(run: str | Path, *, stage: str = "") -> pd.DataFrame:
     """Table of an analysis stage: one value a row, as model, group, name, metric, value, low, high, n.
 
     `group` is all, level, kind, tool, or `minus MODEL` for a paired difference; low and high bound the 95% interval.
@@ -65,24 +66,24 @@ def read_analysis(run: str | Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    path = _file(run, ANALYSIS)
+    path = _file(run, ANALYSIS, stage)
     frame = pd.read_csv(path, keep_default_na=False, na_values={name: [""] for name in ("value", "low", "high", "n")})
     if list(frame.columns) != ["model", "group", "name", "metric", "value", "low", "high", "n"]:
         raise DataError(f"{path}: is no analysis.csv")
     return frame
 
 
-def read_history(run: str | Path) -> dict[str, Any]:
+def read_history(run: str | Path, *, stage: str = "") -> dict[str, Any]:
     """The newest values of every metric, as a dashboard shows them, while training as well as after it.
 
     Returns: {"window": 10, "summary": {name: {last, mean, slope, p10, p50, p90, is_full}}, "metrics": {name: [[step,
     value], ...]}}; the summary is that of the newest export. A torn last line is passed over, a damaged one left out.
     Raises: DataError where there is no such file.
     """
-    path = Path(run)
+    path = _result_folder(run, [HISTORY, HISTORY.removesuffix("l")], stage) or Path(run)
     lines = path / HISTORY if path.is_dir() else path
     if lines.suffix != ".jsonl" or not lines.is_file():
-        whole = _file(run, HISTORY.removesuffix("l"))
+        whole = _file(path, HISTORY.removesuffix("l"))
         try:
             told: dict[str, Any] = json.loads(whole.read_bytes())
         except ValueError as error:
@@ -98,7 +99,7 @@ def read_history(run: str | Path) -> dict[str, Any]:
     return found
 
 
-def read_trajectories(run: str | Path, *, turns: bool = False) -> pd.DataFrame:
+def read_trajectories(run: str | Path, *, turns: bool = False, stage: str = "") -> pd.DataFrame:
     """One row an episode, of every trajectories file of an evaluation stage (column `model`) or of one file.
 
     Args:
@@ -108,7 +109,7 @@ def read_trajectories(run: str | Path, *, turns: bool = False) -> pd.DataFrame:
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
-    for name, path in _trajectory_files(Path(run)):
+    for name, path in _trajectory_files(run, stage):
         made = _recent(path) if path.name == RECENT else ((trajectory, {}) for trajectory in iter_trajectories(path))
         for trajectory, extra in made:
             head = {"model": name, **extra} if name else dict(extra)
@@ -136,27 +137,59 @@ def metrics_frame(points: Iterable[tuple[float, Mapping[str, float]]]) -> pd.Dat
     return pd.DataFrame(columns, index=index)
 
 
-def iter_metrics(run: str | Path) -> Iterator[tuple[int, dict[str, float]]]:
+def iter_metrics(run: str | Path, *, stage: str = "") -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of every line of a metrics.jsonl, one at a time; a torn last line is passed over."""
-    path = _file(run, METRICS)
+    path = _file(run, METRICS, stage)
     for number, row in _json_lines(path):
         if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("step"), int):
             raise DataError(f'{path}:{number}: holds no metrics (a line is {{"step": 3, "metrics": {{...}}}})')
         yield row["step"], row["metrics"]
 
 
-def iter_rewards(run: str | Path) -> Iterator[dict[str, Any]]:
+def iter_rewards(run: str | Path, *, stage: str = "") -> Iterator[dict[str, Any]]:
     """Every line of a rewards.jsonl, one at a time; a torn last line is passed over."""
-    path = _file(run, REWARDS)
+    path = _file(run, REWARDS, stage)
     for number, row in _json_lines(path):
         if not isinstance(row.get("rewards"), dict) or "iteration" not in row:
             raise DataError(f"{path}:{number}: holds no rewards of rollouts (a line has 'iteration', 'rewards', ...)")
         yield row
 
 
-def _file(run: str | Path, name: str) -> Path:
+def _result_folder(run: str | Path, names: Sequence[str], stage: str = "") -> Path | None:
+    """The folder that holds a file of one of the names (globs): `run` itself, or the newest result of a stage in it.
+
+    Returns: None where there is none, or where `run` is a file.
+    Raises: DataError where several stages of a pipeline have one and none is named, or the one named has none.
+    """
     path = Path(run)
-    found = path / name if path.is_dir() else path
+    if not path.is_dir() or (not stage and _holds(path, names)):
+        return path if path.is_dir() else None
+    newest: dict[str, Path] = {}
+    for folder in sorted(path.glob("stages/*/*/"), key=_finished):
+        if "." not in folder.name and _holds(folder, names):  # KEY.tracking and tokens.cache are no results
+            newest[folder.parent.name] = folder
+    stages = ", ".join(sorted(newest))
+    if stage and stage not in newest:
+        raise DataError(f"{path}: no stage '{stage}' with a {names[0]}" + (f"; there are: {stages}" if stages else ""))
+    if len(newest) > 1 and not stage:
+        raise DataError(f"{path}: several stages have a {names[0]}: {stages}. Name one: stage='{min(newest)}'")
+    return newest[stage] if stage else next(iter(newest.values()), None)
+
+
+def _holds(folder: Path, names: Sequence[str]) -> bool:
+    return any(next(folder.glob(name), None) is not None for name in names)
+
+
+def _finished(folder: Path) -> float:
+    """Time at which a stage's result was published."""
+    manifest = folder / "manifest.json"
+    return (manifest if manifest.is_file() else folder).stat().st_mtime
+
+
+def _file(run: str | Path, name: str, stage: str = "") -> Path:
+    path = Path(run)
+    folder = _result_folder(path, [name], stage)
+    found = folder / name if folder is not None else path
     if not found.is_file():
         raise DataError(f"{path}: there is no {name} in it" if path.is_dir() else f"{path}: no such file or folder")
     return found
@@ -193,15 +226,19 @@ def _reward_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return plain | parts
 
 
-def _trajectory_files(run: Path) -> list[tuple[str, Path]]:
+def _trajectory_files(run: str | Path, stage: str) -> list[tuple[str, Path]]:
     """(model name, file); the name is "" where there is one file of no model in particular."""
-    if not run.is_dir():
-        return [("", run)]
-    named = [(path.stem.removeprefix("trajectories_"), path) for path in sorted(run.glob("trajectories_*.jsonl"))]
-    plain = [("", path) for name in ("trajectories.jsonl", RECENT) if (path := run / name).is_file()]
-    if not named and not plain:
+    if not Path(run).is_dir():
+        return [("", Path(run))]
+    evaluated, recent = ["trajectories_*.jsonl", "trajectories.jsonl"], [RECENT]
+    if stage:
+        folder = _result_folder(run, evaluated + recent, stage)
+    else:
+        folder = _result_folder(run, evaluated) or _result_folder(run, recent)
+    if folder is None:
         raise DataError(f"{run}: there is no trajectories file in it (trajectories_NAME.jsonl, {RECENT})")
-    return named or plain[:1]
+    named = [(path.stem.removeprefix("trajectories_"), path) for path in sorted(folder.glob("trajectories_*.jsonl"))]
+    return named or [("", path) for name in ("trajectories.jsonl", RECENT) if (path := folder / name).is_file()][:1]
 
 
 def _recent(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """DataFrames of what runs left on disk."""
 
 import json
+import os
 
 import pytest
 
@@ -95,3 +96,42 @@ def test_missing_files_are_named(tmp_path):
         rl_core.read_rewards(tmp_path / "nothing")
     with pytest.raises(rl_core.DataError, match="there is no trajectories file in it"):
         rl_core.read_trajectories(tmp_path)
+
+
+def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
+    def result(stage, key, age, name, rows):
+        folder = tmp_path / "stages" / stage / key
+        folder.mkdir(parents=True)
+        lines(folder / name, rows)
+        manifest = folder / "manifest.json"
+        manifest.write_text("{}")
+        os.utime(manifest, (1000 - age, 1000 - age))
+        return folder
+
+    def loss(value):
+        return [{"step": 1, "metrics": {"train/loss": value}}]
+
+    result("sft", "aa", 1, "metrics.jsonl", loss(0.25))
+    result("sft", "bb", 2, "metrics.jsonl", loss(0.5))
+    result("sft", "zz.tracking", 0, "metrics.jsonl", loss(9.0))  # a journal, no result
+    assert rl_core.read_metrics(tmp_path)["train/loss"].tolist() == [0.25]
+    row = {"iteration": 0, "rewards": {"task": 1.0}}
+    policy = result("policy", "cc", 0, "metrics.jsonl", loss(0.125))
+    lines(policy / "rewards.jsonl", [row])
+    lines(policy / "recent_rollouts.jsonl", [{**trajectory(1, "answer red").to_json(), "iteration": 3}])
+    (policy / "metrics_history.json").write_text('{"window": 10}')
+    assert rl_core.read_metrics(tmp_path, stage="policy")["train/loss"].tolist() == [0.125]
+    assert rl_core.read_metrics(tmp_path, stage="sft")["train/loss"].tolist() == [0.25]
+    assert len(rl_core.read_rewards(tmp_path)) == 1
+    assert rl_core.read_history(tmp_path) == {"window": 10}
+    assert rl_core.read_trajectories(tmp_path)["iteration"].tolist() == [3]
+    evaluated = result("evaluate", "dd", 0, "summary.json", [])
+    write_trajectories(evaluated / "trajectories_policy.jsonl", [trajectory(1, "answer red")])
+    assert rl_core.read_trajectories(tmp_path)["model"].tolist() == ["policy"]  # the evaluation's come first
+    assert rl_core.read_trajectories(tmp_path, stage="policy")["iteration"].tolist() == [3]
+    with pytest.raises(
+        rl_core.DataError, match=r"several stages have a metrics\.jsonl: policy, sft\. Name one: stage="
+    ):
+        rl_core.read_metrics(tmp_path)
+    with pytest.raises(rl_core.DataError, match=r"no stage 'sft' with a rewards\.jsonl; there are: policy"):
+        rl_core.read_rewards(tmp_path, stage="sft")
