@@ -22,7 +22,7 @@ from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.rollout_workers.live_worker import WorkerProgress
 from rl_core.rollout_workers.sampler_probe import ProbeAnswer
-from rl_core.rollout_workers.team import RolloutTeam, _Seat
+from rl_core.rollout_workers.team import RolloutTeam, _WorkerSeat
 from rl_core.rollout_workers.tickets import FinishedTicket, Ticket, oldest_version, token_versions
 from rl_core.rollout_workers.weights import digests
 from rl_core.rollouts.collect import settle_failures
@@ -52,7 +52,7 @@ class RolloutStream(RolloutTeam):
     _steps: dict[int, int] = field(default_factory=dict)  # optimizer steps behind each version
     _next: int = 0
     _queue: deque[Ticket] = field(default_factory=deque)  # drawn, with no worker
-    _playing: dict[int, tuple[Ticket, _Seat]] = field(default_factory=dict)
+    _playing: dict[int, tuple[Ticket, _WorkerSeat]] = field(default_factory=dict)
     _finished: list[FinishedTicket] = field(default_factory=list)
     _versions: dict[int, tuple[str, list[ProbeAnswer]]] = field(default_factory=dict)
     _staleness: dict[str, float] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class RolloutStream(RolloutTeam):
 
     # Workers
 
-    def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+    def _ask(self, seat: _WorkerSeat, method: str, *arguments: Any) -> Any:
         """Result of a worker's method; None where the worker was lost, and another has taken its place."""
         call = self.cluster.call(seat.worker, method, *arguments)
         while not self.cluster.wait([call], 0.2):
