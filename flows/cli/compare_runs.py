@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,14 @@ class _Run:
         """Folder of the stage that it trained last."""
         done = [self.stages[name] for name in training_stages() if name in self.stages]
         return done[-1] if done else None
+
+    @property
+    def knows_success(self) -> bool:
+        """False where nothing told success in its evaluation, which has rewards alone."""
+        folder = self.stages.get("evaluate")
+        path = folder / "summary.json" if folder is not None else None
+        models = json.loads(path.read_text()).get("models", {}) if path is not None and path.is_file() else {}
+        return all(row.get("knows_success", True) for row in models.values())
 
     def played(self) -> tuple[Evaluation, Path] | None:
         """Evaluation of the newest policy, and the file of its episodes."""
@@ -162,21 +172,24 @@ def _paired(first: _Run, other: _Run) -> dict[str, Any]:
     pairs = [(before[episode.key], episode) for episode in theirs[0].episodes if episode.key in before]
     if not pairs:
         return {**told, "why": "they have played no episode in common (evaluate.levels, episodes, episodes_seed)"}
-    gain = paired_bootstrap([new.success for _, new in pairs], [old.success for old, _ in pairs])
-    wins, losses = (sum(sign * (new.success - old.success) > 0 for old, new in pairs) for sign in (1, -1))
+    metric = "success" if first.knows_success and other.knows_success else "reward"
+    value = operator.attrgetter(metric)
+    gain = paired_bootstrap([value(new) for _, new in pairs], [value(old) for old, _ in pairs])
+    wins, losses = (sum(sign * (value(new) - value(old)) > 0 for old, new in pairs) for sign in (1, -1))
     levels = dict.fromkeys(old.level for old, _ in pairs)
     return {
         **told,
         "episodes": len(pairs),
-        "success": [ours[0].success_rate, theirs[0].success_rate],
+        "metric": metric,
+        metric: [_mean([value(episode) for episode in side[0].episodes]) for side in (ours, theirs)],
         "gain": gain._asdict(),
         "wins": wins,
         "losses": losses,
         "p_value": sign_test(wins, losses),
         "gain_by_level": {
-            level: _mean([new.success - old.success for old, new in pairs if old.level == level]) for level in levels
+            level: _mean([value(new) - value(old) for old, new in pairs if old.level == level]) for level in levels
         },
-        "part": _parting_episodes(ours[1], theirs[1], [old.key for old, new in pairs if old.success != new.success]),
+        "part": _parting_episodes(ours[1], theirs[1], [old.key for old, new in pairs if value(old) != value(new)]),
     }
 
 
@@ -200,7 +213,7 @@ def _parting_episodes(ours: Path, theirs: Path, keys: Sequence[tuple[str, int]])
         said = [one.turns[turn].action if turn is not None and turn < len(one.turns) else "" for one in pair if one]
         told.append({
             "level": key[0], "seed": key[1], "prompt": pair[0].prompt, "success": [one.success for one in pair if one],
-            "turn": turn, "actions": said,
+            "reward": [one.reward for one in pair if one], "turn": turn, "actions": said,
         })  # fmt: skip
     return told
 
@@ -251,18 +264,34 @@ def _pair_lines(pair: Mapping[str, Any], letters: Mapping[str, str]) -> list[str
     one, other = letters[pair["first"]], letters[pair["second"]]
     if "why" in pair:
         return [f"{other} against {one}: {pair['why']}"]
-    gain = pair["gain"]
+    gain, metric = pair["gain"], pair["metric"]
+    before, after = (_written(value, metric) for value in pair[metric])
+    difference, low, high = (_change(gain[name], metric) for name in ("difference", "low", "high"))
     lines = [
-        f"{other} against {one} on {pair['episodes']} shared episodes: {pair['success'][1]:.1%} against "
-        f"{pair['success'][0]:.1%}, {100 * gain['difference']:+.1f} points [{100 * gain['low']:+.1f}, "
-        f"{100 * gain['high']:+.1f}]; better on {pair['wins']}, worse on {pair['losses']}, sign test p = "
-        f"{pair['p_value']:.3g}"
+        f"{other} against {one} on {pair['episodes']} shared episodes: {metric} {after} against {before}, {difference} "
+        f"[{low}, {high}]; better on {pair['wins']}, worse on {pair['losses']}, sign test p = {pair['p_value']:.3g}"
     ]
-    levels = ", ".join(f"{level} {100 * value:+.1f}" for level, value in pair["gain_by_level"].items())
+    levels = ", ".join(f"{level} {_change(value, metric)}" for level, value in pair["gain_by_level"].items())
     lines.append(f"  by level: {levels}")
     for episode in pair["part"]:
-        right = " and ".join(name for name, ok in zip((one, other), episode["success"], strict=True) if ok) or "neither"
         where = "in the answer's scoring" if episode["turn"] is None else f"at turn {episode['turn'] + 1}"
         acts = " | ".join(f"{name}: {text[:50]!r}" for name, text in zip((one, other), episode["actions"], strict=True))
-        lines.append(f"  {episode['level']} {episode['seed']}: {right} right, parts {where}  {acts}")
+        outcome = _outcome(episode, (one, other), metric)
+        lines.append(f"  {episode['level']} {episode['seed']}: {outcome}, parts {where}  {acts}")
     return lines
+
+
+def _written(value: float, metric: str) -> str:
+    return f"{value:.1%}" if metric == "success" else f"{value:.4g}"
+
+
+def _change(value: float, metric: str) -> str:
+    return f"{100 * value:+.1f} points" if metric == "success" else f"{value:+.4g}"
+
+
+def _outcome(episode: Mapping[str, Any], letters: Sequence[str], metric: str) -> str:
+    """Which side was right; where nobody can tell, the reward of each."""
+    if metric != "success":
+        return ", ".join(f"{name} {value:.4g}" for name, value in zip(letters, episode[metric], strict=True))
+    right = [name for name, ok in zip(letters, episode["success"], strict=True) if ok]
+    return f"{' and '.join(right) or 'neither'} right"

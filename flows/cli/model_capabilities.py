@@ -40,9 +40,12 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
         output: the folder whose registry knows registered models.
     Raises: CheckpointError or SettingsError when there is no such model.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from rl_core.capabilities import capabilities
     from rl_core.models import causal_lm, lora
 
+    disable_progress_bar()
     settings = settings or ModelSettings()
     device = causal_lm.device_of(settings).type
     with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:  # a registered model may have to be downloaded

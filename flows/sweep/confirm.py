@@ -46,7 +46,8 @@ def choose(
         return None, None
     winner = ranked[0]
     finalists = finalists_of(ranked, plan, _own_settings(plan))
-    choice = SweepChoice(winner.number, winner.params, plan.metric, winner.interval.rate, METHOD)
+    equal = sum(one.interval.rate == winner.interval.rate for one in ranked) - 1
+    choice = SweepChoice(winner.number, winner.params, plan.metric, winner.interval.rate, METHOD, equal=equal)
     settings = plan.settings_of(winner.params, winner.best_seed)
     if plan.metric not in EVALUATED:
         choice = dataclasses.replace(choice, why=f"{plan.metric} is no outcome of episodes")

@@ -74,6 +74,7 @@ class SweepChoice:
     fresh: dict[int, list[float]] = field(default_factory=dict)  # finalist -> value of each seed on fresh episodes
     comparisons: list[FinalistGain] = field(default_factory=list)
     why: str = ""  # there are no fresh episodes
+    equal: int = 0  # other configurations with the same value
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict."""
@@ -86,7 +87,8 @@ class SweepChoice:
 
     def sentence(self, label: str) -> str:
         """The result in a sentence or two."""
-        how = f"{label} is best of those tried: {self.metric} {_number(self.chosen_by)} where it was chosen"
+        best = f"is the first of {self.equal + 1} equally good" if self.equal else "is best of those tried"
+        how = f"{label} {best}: {self.metric} {_number(self.chosen_by)} where it was chosen"
         if (found := self.interval) is None:
             return f"{how}; {self.why or 'not measured on fresh episodes'}, so that figure is too good to be true"
         spread = f" [{_number(found.low)}, {_number(found.high)}] over {found.n} seeds" if found.n > 1 else ""

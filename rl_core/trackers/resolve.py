@@ -20,6 +20,8 @@ from rl_core.tracking import Tracker, sync_tracker
 __all__ = ["Several", "TrackerSource", "begin", "close", "several"]
 
 GROUP = "rl_core.trackers"  # of entry points: functions (address, folder) -> tracker
+# The output folder's own metrics.jsonl, which is cut where a run resumes, is another file.
+_FILES = {"csv": "metrics.csv", "jsonl": "tracker.jsonl", "tensorboard": "tensorboard", "prometheus": "prometheus"}
 METHODS = ("log_metrics", "log_artifact", "log_dict", "set_tag", "progress")
 
 TrackerSource: TypeAlias = "str | Tracker | Sequence[str | Tracker] | None"
@@ -103,6 +105,7 @@ def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         return source
     kind, _, address = source.partition(":")
     known: dict[str, Callable[[str], Tracker]] = {
+        "none": lambda _: Several([]),
         "terminal": lambda _: TerminalTracker(),
         "csv": CsvTracker,
         "jsonl": JsonlTracker,
@@ -112,9 +115,7 @@ def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         "dogstatsd": lambda place: _in_background(DogStatsdTracker(place, (folder or Path()) / "dogstatsd.txt")),
     }
     if kind in known:
-        if not address and kind not in ("terminal", "dogstatsd"):
-            raise SettingsError(f"tracker: '{source}' names no place; write {kind}:PATH")
-        return known[kind](address)
+        return known[kind](address or _default_place(kind, folder))
     if source.endswith((".csv", ".jsonl")):
         return CsvTracker(source) if source.endswith(".csv") else JsonlTracker(source)
     plugins = {point.name: point for point in entry_points(group=GROUP)}
@@ -125,3 +126,14 @@ def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         raise SettingsError(f"tracker: no tracker '{source}'; {hint}")
     made: Tracker = plugins[kind].load()(address, folder)
     return made
+
+
+def _default_place(kind: str, folder: Path | None) -> str:
+    """Place of a tracker that names none: in the output folder. Raises: SettingsError where it has to name one."""
+    if kind == "wandb":
+        return "posttrain"
+    if kind in _FILES:
+        if folder is None:
+            raise SettingsError(f"tracker: '{kind}' names no place; write {kind}:{_FILES[kind]}, or give output=FOLDER")
+        return str(folder / _FILES[kind])
+    return ""

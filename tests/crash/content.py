@@ -22,6 +22,7 @@ MAY_DIFFER = {
     "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
     "ids": "of MLflow runs and models, of Prefect's flow runs, of the journal; process numbers",
     "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
+    "answer in run.json": "a run that is started again after the clock's answer finds it given, and does not ask",
     "lock files": "the process that held the lock last and was killed; whether it is held is looked at",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
     "metrics_history.jsonl": "lines of the moments at which the history of metrics was exported",
@@ -92,6 +93,7 @@ def _without_times(value: Any, file: str) -> Any:
             for key, item in sorted(value.items())
             if key not in TIMED_KEYS
             and not TIMED_METRICS.fullmatch(key)
+            and not (file == "run.json" and key == "answer")
             and not (file == "manifest.json" and (key in _TIMED_FILES or key in ("manifest_digest", "content_digest")))
         }
     if isinstance(value, list):

@@ -9,6 +9,7 @@ import pytest
 from helpers.small_sweep import CONFIG
 from helpers.stage_doubles import PipelineRun as Double
 
+from flows.cli import compare_runs
 from flows.cli.compare_runs import compare, text_of
 from flows.sweep.plan import SweepPlan
 from flows.sweep.record import SweepRecord, TrialOutcome
@@ -166,6 +167,22 @@ def test_runs_are_compared(plan, swept, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "curves.png"}
     with pytest.raises(SettingsError, match="at least two different runs"):
         compare(Path(plan.base().output), None, [runs[0], runs[0]])
+
+
+def test_runs_without_success_are_compared_by_reward(plan, swept, monkeypatch):
+    runs = ["small · trial 0, seed 0", "small · trial 1, seed 0"]
+    place = Path(plan.base().output)
+    success = compare(place, None, runs)["episodes"][0]
+    assert success["metric"] == "success"
+    monkeypatch.setattr(compare_runs._Run, "knows_success", False)
+    told = compare(place, None, runs)
+    (pair,) = told["episodes"]
+    before, after = pair["reward"]
+    assert pair["metric"] == "reward" and "success" not in pair
+    assert pair["gain"]["difference"] == pytest.approx(after - before)
+    text = text_of(told)
+    assert f"6 shared episodes: reward {after:.4g} against {before:.4g}, {after - before:+.4g} [" in text
+    assert "points" not in text
 
 
 def test_a_trial_that_the_search_gives_up_saves_and_ends(plan, swept):

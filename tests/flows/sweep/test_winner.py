@@ -58,5 +58,7 @@ def test_fresh_episodes_give_the_figure_and_the_adjusted_p_values():
 
 
 def test_without_fresh_episodes_the_figure_is_called_too_good():
+    said = SweepChoice(1, {"a": "2"}, "success", 0.5, "", equal=2).sentence("a=2")
+    assert said.startswith("a=2 is the first of 3 equally good: success 0.5 where it was chosen")
     said = SweepChoice(1, {"a": "2"}, "success", 0.55, "", why="no fresh episodes (too few)").sentence("a=2")
     assert said.endswith("no fresh episodes (too few), so that figure is too good to be true")

@@ -38,6 +38,22 @@ def test_several_at_once_say_the_same(tmp_path, capsys):
     ]
 
 
+def test_a_name_alone_writes_into_the_output_folder(tmp_path):
+    train(["csv", "jsonl", "none"], output=tmp_path)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        steps = [row["step"] for row in csv.DictReader(file) if row["reward/mean"]]
+    assert steps == ["1", "2", "3"]
+    frames = [rl_core.read_metrics(place)["reward/mean"] for place in (tmp_path / "tracker.jsonl", tmp_path)]
+    assert frames[0].tolist() == frames[1].tolist()
+    with pytest.raises(rl_core.SettingsError, match=r"'csv' names no place; write csv:metrics\.csv, or give output="):
+        several("csv")
+
+
+def test_no_tracker_by_name(capsys):
+    training = train("none")
+    assert capsys.readouterr().out == "" and training.outcome is not None
+
+
 def test_a_csv_takes_new_columns_and_is_gone_on_with(tmp_path):
     path = tmp_path / "metrics.csv"
     rl_core.CsvTracker(path).log_metrics({"train/loss": 0.5}, 1)
@@ -96,7 +112,7 @@ def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(rl_core.SettingsError, match="needs the package tensorboard"):
         several(f"tensorboard:{tmp_path}")
-    with pytest.raises(rl_core.SettingsError, match="names no place; write tensorboard:PATH"):
+    with pytest.raises(rl_core.SettingsError, match=r"names no place; write tensorboard:tensorboard, or give output="):
         several("tensorboard")
 
 
