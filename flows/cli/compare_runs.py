@@ -290,7 +290,7 @@ def _change(value: float, metric: str) -> str:
 
 
 def _outcome(episode: Mapping[str, Any], letters: Sequence[str], metric: str) -> str:
-    """Which side was right; where nobody can tell, the reward of each."""
+    """Names of the sides that were right; where nobody can tell, the reward of each."""
     if metric != "success":
         return ", ".join(f"{name} {value:.4g}" for name, value in zip(letters, episode[metric], strict=True))
     right = [name for name, ok in zip(letters, episode["success"], strict=True) if ok]
