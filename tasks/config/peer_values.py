@@ -168,6 +168,17 @@ def _file(given: Given) -> Found:
     return {f"stages.prepare_data.{kind}": path}
 
 
+def _longest_row(given: Given) -> Found:
+    """TRL cuts longer rows, but leaves out pairs of the reward model; null = the model's context."""
+    if given["max_length"] is None:
+        return {}
+    if given.get("truncation_mode", "keep_start") != "keep_start":
+        return None
+    long_rows = "drop" if given.trainer == "Reward" else "cut"
+    data = "stages.prepare_data"
+    return {f"{data}.max_tokens": int(given["max_length"]), f"{data}.long_rows": long_rows}
+
+
 def _rewards(given: Given) -> Found:
     names, weights = given.get("reward_funcs"), given.get("reward_weights")
     if not isinstance(names, list) or not all("." in str(name) for name in names):
@@ -250,6 +261,8 @@ TRL_RULES: dict[str, Callable[[Given], Found]] = {
         ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "load_in_8bit", *_LORA), _lora
     ),
     "dataset_name": _file,
+    "max_length": _longest_row,
+    "truncation_mode": lambda g: {} if g["truncation_mode"] == "keep_start" else None,
     "epsilon_high": _epsilon_high,
     "importance_sampling_level": _algorithm,
     "scale_rewards": _algorithm,

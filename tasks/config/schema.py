@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -246,12 +247,12 @@ def _problem(cls: type[Settings], error: Any) -> Problem:
     return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found, _hint_at(cls, key))}")
 
 
-def _suggestion(cls: type[Settings], key: Key, found: Any) -> str:
+def _suggestion(cls: type[Settings], key: Key, value: Any) -> str:
     """The block below that has the key; what TRL's or verl's key is here; the nearest key; blocks elsewhere; all."""
     block = _plain_hint(_hint_at(cls, key[:-1]))
     names = [field.name for field in dataclasses.fields(block)]
     name, prefix = str(key[-1]), ".".join(map(str, key[:-1]))
-    if isinstance(found, Mapping) and (peer := peer_hints_within(name, found)):
+    if isinstance(value, Mapping) and (peer := peer_hints_within(name, value)):
         return peer
     below = list(_blocks_with(block, name, prefix))
     if below:
@@ -264,7 +265,20 @@ def _suggestion(cls: type[Settings], key: Key, found: Any) -> str:
         elsewhere = [where for where in _blocks_with(cls, name, "") if where]
         if elsewhere:
             return f"it belongs to {', '.join(elsewhere)}"
+        inner = [path for path in _paths(block, "") if "." in path]
+        if match := difflib.get_close_matches(name, {path.rsplit(".", 1)[1] for path in inner}, n=1, cutoff=0.8):
+            found = [path for path in inner if path.endswith("." + match[0])]
+            return f"did you mean '{min(found, key=lambda path: path.count('.'))}'?"
     return sentence
+
+
+def _paths(cls: type[Settings], prefix: str) -> Iterable[str]:
+    """Dotted paths of all settings in a block and in the blocks within it."""
+    for field in dataclasses.fields(cls):
+        yield prefix + field.name
+        inner = _plain_hint(_hints(cls)[field.name])
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            yield from _paths(inner, f"{prefix}{field.name}.")
 
 
 def _blocks_with(cls: type[Settings], name: str, prefix: str) -> Iterable[str]:

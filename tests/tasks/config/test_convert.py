@@ -73,7 +73,14 @@ def test_names_have_their_own_meaning_in_each_stage():
     assert "stages.policy.clip_eps here" in peer_hint("epsilon", "sft")  # written in the wrong stage
     assert "stages.policy.epochs" in peer_hint("num_iterations", "policy")
     assert "stages.policy.iterations" in peer_hint("max_steps", "policy")
-    assert "no equal" in peer_hint("max_length", "sft") and peer_hint("clip_epsilon", "policy") == ""
+    assert "no equal" in peer_hint("ignore_bias_buffers", "sft") and peer_hint("clip_epsilon", "policy") == ""
+    for stage, long_rows in (
+        ("sft", "long_rows: cut"),
+        ("preference", "long_rows: cut"),
+        ("reward_model", "long_rows: drop"),
+    ):
+        hint = peer_hint("max_length", stage)
+        assert "stages.prepare_data.max_tokens" in hint and long_rows in hint, hint
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,23 @@ def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trai
     for name, text in said.items():
         row = trl_name(name, trainer)
         assert row.note in text or "it belongs to stages." in text, (name, text)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "values", "expected"),
+    [
+        ("SFT", {"max_length": 256}, (256, "cut")),
+        ("SFT", {"max_length": 256, "truncation_mode": "keep_start"}, (256, "cut")),
+        ("Reward", {"max_length": 256}, (256, "drop")),
+        ("SFT", {"max_length": None}, (None, "refuse")),
+        ("DPO", {"max_length": 256, "truncation_mode": "keep_end"}, (None, "refuse")),
+    ],
+)
+def test_long_rows_as_trl_takes_them(tmp_path, trainer, values, expected):
+    """Before, `max_length` was said to have no equal: rows are cut or left out by settings of the data stage."""
+    given = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", **values}
+    data = settings_of(convert(given, "trl.yaml", trainer.lower()), tmp_path).stages.prepare_data
+    assert (data.max_tokens, data.long_rows) == expected
 
 
 def test_blocks_of_verl_are_answered_leaf_by_leaf():
