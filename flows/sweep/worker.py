@@ -78,8 +78,8 @@ def _outcome(run: Any) -> dict[str, Any]:
         return {"status": "pruned", "peak_bytes": peak_bytes()}
     except Stopped:
         raise
-    except PosttrainError as error:
-        return {"status": "failed", "why": f"{type(error).__name__}: {error}", "peak_bytes": peak_bytes()}
+    except PosttrainError as error:  # its text is for people
+        return {"status": "failed", "why": str(error), "peak_bytes": peak_bytes()}
     except Exception as error:  # a trial's fault is its own: the sweep goes on
         logger.exception("a trial failed")
         return {"status": "failed", "why": f"{type(error).__name__}: {error}", "peak_bytes": peak_bytes()}

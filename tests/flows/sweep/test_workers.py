@@ -68,6 +68,7 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(settings, t
     assert all(stage["cached"] for stage in again["stages"].values()), "the same process takes the next job"
     failed = worker.run(job_of(settings, home, metric="no/such"), lambda value: True, lambda *_: None)
     assert failed["status"] == "failed" and "no stage of the trial logs it; it logs" in failed["why"]
+    assert "Error:" not in failed["why"]  # the text for people, without the name of a class
     process = psutil.Process(worker._process.pid)
     worker.close()
     assert not process.is_running()
