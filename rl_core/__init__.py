@@ -99,6 +99,7 @@ if TYPE_CHECKING:
         ModelSettings,
         NetworkSettings,
         NumericSettings,
+        NumericsGateSettings,
         OnlineAuditSettings,
         OnlineBufferSettings,
         OnlineDriftSettings,
@@ -272,6 +273,7 @@ __all__ = [
     "JudgeSettings",
     "MathSettings",
     "NumericSettings",
+    "NumericsGateSettings",
     "OnlineAuditSettings",
     "OnlineBufferSettings",
     "OnlineDriftSettings",
@@ -315,6 +317,7 @@ _HOME = {
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition FormatSettings "
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
+        "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutSettings SFTSettings "

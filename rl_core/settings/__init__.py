@@ -11,6 +11,7 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.network import NetworkSettings
+from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.online import (
     OnlineAuditSettings,
     OnlineBufferSettings,
@@ -98,6 +99,7 @@ __all__ = [
     "MathSettings",
     "ModelSettings",
     "NetworkSettings",
+    "NumericsGateSettings",
     "NumericSettings",
     "OnlineAuditSettings",
     "OnlineBufferSettings",
