@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         CorruptError,
         DataError,
         EnvironmentFault,
+        ExportMismatch,
         FolderBusy,
         ModelError,
         NonFiniteError,
@@ -168,6 +169,7 @@ __all__ = [
     "DistillationSettings",
     "Environment",
     "EnvironmentFault",
+    "ExportMismatch",
     "EnvironmentSettings",
     "Episode",
     "Evaluation",
@@ -300,8 +302,8 @@ _HOME = {
     "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make:make_environment",
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
-        "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
-        "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
+        "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
         "SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",

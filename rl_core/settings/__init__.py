@@ -9,6 +9,7 @@ from rl_core.settings.base import Settings, setting
 from rl_core.settings.code_paths import code_paths
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
+from rl_core.settings.export import ExportSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.network import NetworkSettings
 from rl_core.settings.numerics import NumericsGateSettings
@@ -90,6 +91,7 @@ __all__ = [
     "EvaluationSettings",
     "ExactSettings",
     "ExitCondition",
+    "ExportSettings",
     "FormatSettings",
     "LengthSettings",
     "JudgeSettings",

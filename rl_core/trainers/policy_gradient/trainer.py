@@ -390,8 +390,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         return metrics
 
     def _check_numerics(self) -> dict[str, float]:
-        """Trainer against sampler after an update, where it is due; workers are verified at each transfer."""
-        if self.team is not None or self.stream is not None or not self._numerics.is_due(self.iteration):
+        """Trainer against sampler after an update, where it is due."""
+        if not self._numerics.is_due(self.iteration):
             return {}
         return self._numerics.check(self.stage_settings.sampling, self._learned_state, self._go_back)
 
