@@ -303,8 +303,9 @@ _HOME = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
-        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
-        "SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer WorkerFailed"
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
+        "RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
+        "WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",

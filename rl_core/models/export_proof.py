@@ -23,7 +23,7 @@ from rl_core.importing import child_import_path
 from rl_core.models.logprob_record import TokenRecord
 from rl_core.settings import ExportSettings, ModelSettings
 
-__all__ = ["ExportDifference", "compare_logprobs", "prove_export"]
+__all__ = ["ExportDifference", "compare_logprobs", "fresh_logprobs", "prove_export"]
 
 _PROGRAM = Path(__file__).with_name("plain_logprobs.py")
 _REMEDY = "Nothing is promoted; write the model anew (--fresh with its stage), or mend what writes it"
@@ -58,21 +58,22 @@ def prove_export(
     name: str,
     folder: Path,
     records: Mapping[str, Sequence[TokenRecord]],
+    answer: Mapping[str, Any],
     settings: ExportSettings,
-    model: ModelSettings,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Load the folder in a fresh process and compare; facts of the proof as plain values.
+    """Compare a written model with its records; facts of the proof as plain values.
 
     Args:
         name: of the model, for messages.
         records: `evaluated`, `trained` or both; `base`: the model without its adapter, for the diagnosis alone.
-        model: dtype and device that it was evaluated with.
-    Raises: ExportMismatch with the figure; BackendError where the process ends without an answer.
+        answer: of `fresh_logprobs`, for this folder and these records.
+        dtype: of the weights, as they were evaluated.
+    Raises: ExportMismatch with the figure.
     """
-    answer = _fresh(folder, [record for found in records.values() for record in found], settings, model)
     place = f"export of {name}, {folder}"
     _check_weights(place, answer)
-    bound = settings.bound if settings.bound is not None else 1e-3 if model.dtype == "float32" else 0.5
+    bound = settings.bound if settings.bound is not None else 1e-3 if dtype == "float32" else 0.5
     mean_bound = settings.mean_bound if settings.mean_bound is not None else bound / 5
     logprobs = iter(answer["logprobs"])
     found = {of: [next(logprobs) for _ in rows] for of, rows in records.items()}
@@ -89,18 +90,30 @@ def prove_export(
                 f"(limits {bound:g} and {mean_bound:g}): it is not the model that was {of}{share}. {_REMEDY}"
             )
         facts[of] = {"max": difference.largest, "mean": difference.mean, "tokens": difference.tokens}
-    return facts | {name: answer[name] for name in ("class", "torch", "transformers")} | {"dtype": model.dtype}
+    return facts | {name: answer[name] for name in ("class", "torch", "transformers")} | {"dtype": dtype}
 
 
-def _fresh(
-    folder: Path, records: Sequence[TokenRecord], settings: ExportSettings, model: ModelSettings
-) -> dict[str, Any]:
-    """Answer of the fresh process."""
+def fresh_logprobs(
+    models: Sequence[tuple[Path, Mapping[str, Sequence[TokenRecord]]]], kind: ModelSettings, settings: ExportSettings
+) -> list[dict[str, Any]]:
+    """Load model folders in one fresh process, by transformers alone; for each its log-probs at the records' tokens.
+
+    Args:
+        kind: dtype and device that they were evaluated with.
+    Raises: BackendError where the process ends without an answer.
+    """
     request = {
-        "folder": str(folder), "dtype": model.dtype, "device": model.device, "threads": torch.get_num_threads(),
-        "trust_remote_code": model.trust_remote_code,
-        "sequences": [
-            {"ids": record.ids, "scored": record.scored, "temperature": record.temperature} for record in records
+        "threads": torch.get_num_threads(),
+        "models": [
+            {
+                "folder": str(folder), "dtype": kind.dtype, "device": kind.device,
+                "trust_remote_code": kind.trust_remote_code,
+                "sequences": [
+                    {"ids": record.ids, "scored": record.scored, "temperature": record.temperature}
+                    for found in records.values() for record in found
+                ],
+            }
+            for folder, records in models
         ],
     }  # fmt: skip
     try:
@@ -111,24 +124,28 @@ def _fresh(
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise BackendError(
-            f"{folder}: was not loaded within {settings.timeout_seconds:g} s by the fresh process; raise "
+            f"{_named(models)}: not loaded within {settings.timeout_seconds:g} s by a fresh process; raise "
             "stages.export.timeout_seconds"
         ) from error
     try:
-        answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+        answers: list[dict[str, Any]] = json.loads(done.stdout.strip().rpartition("\n")[2])
     except ValueError as error:
         end = " ".join(done.stderr.split())[-300:]
         raise BackendError(
-            f"{folder}: the fresh process that loads it ended with {done.returncode} and no answer (out of memory?): "
-            f"{end}"
+            f"{_named(models)}: a fresh process that loads them ended with {done.returncode} and no answer (out of "
+            f"memory?): {end}"
         ) from error
-    if "error" in answer:
-        raise ExportMismatch(f"{folder}: transformers alone cannot load it ({answer['error']}). {_REMEDY}")
-    return answer
+    return answers
+
+
+def _named(models: Sequence[tuple[Path, Any]]) -> str:
+    return ", ".join(str(folder) for folder, _ in models)
 
 
 def _check_weights(place: str, answer: Mapping[str, Any]) -> None:
-    """Raises: ExportMismatch for weights that transformers would make up, or drop."""
+    """Raises: ExportMismatch for a folder that cannot be loaded, or weights that are made up or dropped then."""
+    if "error" in answer:
+        raise ExportMismatch(f"{place}: transformers alone cannot load it ({answer['error']}). {_REMEDY}")
     for kind, consequence in (
         ("missing", "are missing, and transformers makes them up"),
         ("mismatched", "have another shape, and transformers makes them up"),
@@ -157,6 +174,6 @@ def _adapter_share(records: Mapping[str, Sequence[TokenRecord]], found: Mapping[
     share = sum((w - b) * (t - b) for w, t, b in zip(written, trained, base, strict=True)) / square
     away = max(abs(w - b) for w, b in zip(written, base, strict=True))
     return (
-        f" (it shows {share:.2f} of the adapter's effect, where 1 is merged once, 0 not at all and about 2 twice; "
+        f" (it shows {share:.2f} of the adapter's effect: 1 is merged once, 0 not at all, about 2 a small one twice; "
         f"from the base model it is {away:.3g} nats away)"
     )

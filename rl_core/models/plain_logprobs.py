@@ -1,4 +1,4 @@
-"""Program: log-probs of a model folder by transformers alone, as anyone who downloads the model computes them.
+"""Program: log-probs of model folders by transformers alone, as anyone who downloads a model computes them.
 
 Nothing of this project is imported. The request is one JSON object on the standard input, the answer the last line of
 the standard output. See `rl_core/models/export_proof.py`.
@@ -12,23 +12,30 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer one request."""
-    request = json.load(sys.stdin)
-    try:
-        answer = measure(request)
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    print("\n" + json.dumps(answer))
-
-
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of the request's sequences, and what the weights of the folder did not fit."""
+    """Answer one request: a list of answers, one for each model."""
     import torch
     import transformers
 
+    request = json.load(sys.stdin)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(int(request["threads"]))
+    print("\n" + json.dumps([answer(model) for model in request["models"]]))
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """As `measure`, or an `error`."""
+    try:
+        return measure(request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of the sequences under the folder's model, and the weights that did not fit."""
+    import torch
+    import transformers
+
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         request["folder"],
         dtype=getattr(torch, request["dtype"]),

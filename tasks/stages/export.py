@@ -45,24 +45,26 @@ def prove_models(
 
 
 def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str, Any]:
-    from rl_core.models.export_proof import prove_export  # here: it loads torch, not needed if cached
+    from rl_core.models.export_proof import fresh_logprobs, prove_export  # here: it loads torch, not needed if cached
     from rl_core.models.logprob_record import EVALUATED, TRAINED, read_records
 
     evaluated = read_records(Path(context.inputs["evaluation"]) / EVALUATED)
-    proofs: dict[str, Any] = {}
-    for index, (name, result) in enumerate(models.items()):
-        context.tracker.progress(index, len(models), f"loading {name} in a fresh process")
-        folder = result.path / "model"
-        digest = digest_folder(folder)
-        records = read_records(result.path / TRAINED)
+    context.tracker.progress(0, 1, f"loading {', '.join(models)} in a fresh process")
+    kind, proofs = context.pipeline.model, dict[str, Any]()
+    written = {name: result.path / "model" for name, result in models.items()}
+    digests = {name: digest_folder(folder) for name, folder in written.items()}
+    records = {name: read_records(result.path / TRAINED) for name, result in models.items()}
+    for name in models:
         if rows := evaluated.get(name):
-            records["evaluated"] = rows
+            records[name]["evaluated"] = rows
+    answers = fresh_logprobs([(written[name], records[name]) for name in models], kind, context.settings)
+    for (name, result), answer in zip(models.items(), answers, strict=True):
         try:
-            facts = prove_export(name, folder, records, context.settings, context.pipeline.model)
+            facts = prove_export(name, written[name], records[name], answer, context.settings, kind.dtype)
         except ExportMismatch as refused:
             _mark_refused(context, result, str(refused))
             raise
-        proofs[name] = {"model_sha256": digest, **facts}
+        proofs[name] = {"model_sha256": digests[name], **facts}
         fault("export.proved")
     metrics = {
         f"export/{name}/{of}_difference_{kind}": facts[of][kind]
@@ -75,7 +77,7 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
     write_json_atomic(context.folder / PROOF, {"models": proofs})
     fault("export.written")
     context.tracker.log_artifact(context.folder / PROOF)
-    context.tracker.progress(len(models), len(models))
+    context.tracker.progress(1, 1)
     worst = ", ".join(f"{name} {_largest(facts):.2g}" for name, facts in proofs.items())
     return {
         "models": proofs,
@@ -106,7 +108,7 @@ def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
     path = proof.path / PROOF
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))["models"].get(name)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportMismatch(
             f"{model}: is not promoted: {path} is no proof of its export ({type(error).__name__}); run the stage "
             "`export` again"

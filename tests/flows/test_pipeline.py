@@ -23,7 +23,7 @@ from tasks.config import load
 from tasks.pipeline.result import StageResult
 
 CONFIG = ROOT / "configs/test.yaml"
-STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "export", "promote"]
 
 
 def run(output, *overrides, fresh=False, config=CONFIG):
@@ -204,7 +204,7 @@ def test_a_changed_policy_setting_runs_the_policy_and_what_follows(first):
     output, _ = first
     again = run(output, "stages.policy.learning_rate=2e-4")
     ran = [name for name, stage in again.results.items() if not stage.cached]
-    assert ran == ["policy", "evaluate", "analyze", "promote"]
+    assert ran == ["policy", "evaluate", "analyze", "export", "promote"]
 
 
 def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):
