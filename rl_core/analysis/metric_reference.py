@@ -579,6 +579,21 @@ _DATA = MetricGroup(
     ),
 )
 
+_EXPORT = MetricGroup(
+    "Proof of export: `export/`",
+    "Logged once by `export`, for every `{model}` that the run trained; also tags `export.*` of a promoted version.",
+    (
+        Metric("export/{model}/trained_difference_max", "nats",
+               "Largest difference of a token's log-prob between the written model and the trainer's, on fixed tokens.",
+               "Above 1e-4 in float32."),
+        Metric("export/{model}/trained_difference_mean", "nats", "Mean of these differences."),
+        Metric("export/{model}/evaluated_difference_max", "nats",
+               "The same between the written model and the evaluation's rollout engine, on evaluated tokens.",
+               "Above 1e-4 in float32."),
+        Metric("export/{model}/evaluated_difference_mean", "nats", "Mean of these differences."),
+    ),
+)
+
 _PROMOTION = MetricGroup(
     "Promotion: `promotion/`",
     "Logged once by `promote`; also tags `gate.*` of the model version.",
@@ -695,6 +710,6 @@ _RUN = MetricGroup(
 
 GROUPS: tuple[MetricGroup, ...] = (
     _TRAINING, _EVALUATION, _REWARD, _POLICY, _VALUE, _CURRICULUM, _TOOL, _THOUGHTS, _PERF, _SYSTEM, _RUN, _DATA,
-    _PROMOTION, _ANALYSIS, _PIPELINE,
+    _EXPORT, _PROMOTION, _ANALYSIS, _PIPELINE,
 )
 # fmt: on

@@ -36,6 +36,7 @@ __all__ = [
     "fixed_records",
     "read_records",
     "trained_records",
+    "vocabulary_size",
     "write_records",
 ]
 
@@ -57,9 +58,15 @@ class TokenRecord:
     temperature: float = 1.0
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Token ids that the model can read."""
+    embedding: Any = unwrap(model).get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
 def fixed_records(model: PreTrainedModel) -> list[TokenRecord]:
     """Log-probs of fixed tokens: the same ids for every model with this vocabulary."""
-    vocab_size = int(unwrap(model).get_input_embeddings().weight.shape[0])
+    vocab_size = vocabulary_size(model)
     length = min(TOKENS, longest_sequence(model))
     ids = [
         [(7919 * (number * length + place) + 13) % vocab_size for place in range(length)] for number in range(SEQUENCES)

@@ -36,7 +36,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
 
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    loader: Any = transformers.AutoModelForCausalLM
+    model, report = loader.from_pretrained(
         request["folder"],
         dtype=getattr(torch, request["dtype"]),
         use_safetensors=True,

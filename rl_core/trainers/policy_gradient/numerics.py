@@ -14,7 +14,7 @@ import torch
 from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.errors import SamplerMismatch
 from rl_core.inference.sampling import RolloutBackend
-from rl_core.models.lora import unwrap
+from rl_core.models.logprob_record import vocabulary_size
 from rl_core.rollout_workers.sampler_probe import SEQUENCES, Probe, play_probe, trainer_difference
 from rl_core.settings import PolicySettings, SamplingSettings
 from rl_core.timing import span
@@ -95,8 +95,7 @@ class NumericsGate:
 
     def measure(self, sampling: SamplingSettings) -> float:
         """Largest difference of a token's log-prob between sampler and trainer, nats, over all processes."""
-        vocab_size = int(unwrap(self.policy).get_input_embeddings().weight.shape[0])
-        probe = Probe.of(vocab_size, sampling)
+        probe = Probe.of(vocabulary_size(self.policy), sampling)
         process_group = self.optimizer_step.process_group
 
         def compare() -> float:

@@ -39,7 +39,7 @@ def trained(tokenizer, settings):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                size = 0.1 if settings.lora is None else 0.02  # so small that twice the adapter has twice the effect
+                size = 0.1 if settings.lora is None else 0.003  # so small that twice the adapter has twice the effect
                 parameter += size * torch.randn(parameter.shape, generator=draw)
     return model
 
@@ -159,7 +159,7 @@ def test_a_merge_that_is_the_base_and_one_that_is_twice_the_adapter(export, fact
 def test_an_older_adapter(export):
     found = export("lora")
     found.write(adapter_times(found, 0.5))
-    refusal(found, r"trained model's by up to \d\S* nats.*it shows 0\.[45]")
+    refusal(found, r"trained model's by up to \d\S* nats.*it shows 0\.[3-6]")
 
 
 def test_a_head_that_was_dropped(export):
