@@ -72,6 +72,8 @@ def prove_export(
     Raises: ExportMismatch with the figure.
     """
     place = f"export of {name}, {folder}"
+    if not (records.get("trained") or records.get("evaluated")):
+        raise ExportMismatch(f"{place}: has no record of log-probs to compare with; run its stage and evaluate again")
     _check_weights(place, answer)
     bound = settings.bound if settings.bound is not None else 1e-3 if dtype == "float32" else 0.5
     mean_bound = settings.mean_bound if settings.mean_bound is not None else bound / 5

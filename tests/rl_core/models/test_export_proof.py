@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.exports import in_this_process
 from safetensors.torch import load_file, save_file
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, ExportMismatch
-from rl_core.models import causal_lm, plain_logprobs
+from rl_core.models import causal_lm
 from rl_core.models.export_proof import compare_logprobs, fresh_logprobs, prove_export
 from rl_core.models.logprob_record import (
     TokenRecord,
@@ -42,20 +43,6 @@ def trained(tokenizer, settings):
                 size = 0.1 if settings.lora is None else 0.003  # so small that twice the adapter has twice the effect
                 parameter += size * torch.randn(parameter.shape, generator=draw)
     return model
-
-
-def in_this_process(models, kind, settings):
-    """The same request, answered here."""
-    requests = []
-
-    def run(command, *, input, **options):
-        requests.append(json.loads(input))
-        found = [plain_logprobs.answer(model) for model in requests[-1]["models"]]
-        return SimpleNamespace(stdout=json.dumps(found), stderr="", returncode=0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl_core.models.export_proof.subprocess.run", run)
-        return fresh_logprobs(models, kind, settings)
 
 
 class Export:
