@@ -100,6 +100,19 @@ def test_the_analysis_measures_the_models_and_the_reward_model(first):
     assert logged["analysis/policy/kl_to_first"] == metrics["analysis/policy/kl_to_first"]
 
 
+def test_the_written_models_are_proven_and_the_champion_has_the_figures(first):
+    from tasks.tracking import Tracking
+
+    output, result = first
+    proofs = result.results["export"].summary["models"]
+    for name in ("sft", "policy"):
+        assert proofs[name]["model_sha256"] == digest_folder(result.results[name].model)
+        assert proofs[name]["trained"]["max"] < 1e-4 and proofs[name]["evaluated"]["max"] < 1e-4
+    tags = Tracking(None, output, "test").champion("test").tags
+    assert tags["export.model_sha256"] == tags["model_sha256"]
+    assert float(tags["export.evaluated_difference_max"]) == pytest.approx(proofs["policy"]["evaluated"]["max"], 1e-4)
+
+
 def test_nothing_is_left_open_and_no_pickle_is_written(first):
     output, _ = first
     stages = output / "test" / "stages"
