@@ -67,7 +67,7 @@ def test_a_proof_names_the_folder_and_has_both_figures(stage):
 
 
 def test_a_refused_model_marks_its_version(stage, trained):
-    model, tokenizer = trained
+    _, tokenizer = trained
     other = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 1)
     causal_lm.save(other, tokenizer, stage.folder / "policy" / "model")
     with pytest.raises(ExportMismatch, match=r"differ from the trained model's by up to \d") as refused:
@@ -107,7 +107,7 @@ def test_it_comes_with_promote_and_cannot_be_left_out():
     assert bounded.export == ExportSettings(bound=0.1)
     assert StagesSettings().export is None
     assert from_dict({"name": "t", "stages": {"sft": {}, "evaluate": {}, "export": {}}}).stages.active[-1] == "export"
-    with pytest.raises(SettingsError, match="needs the log-probs of stages.evaluate"):
+    with pytest.raises(SettingsError, match=r"needs the log-probs of stages\.evaluate"):
         from_dict({"name": "t", "stages": {"sft": {}, "export": {}}})
 
 
