@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         CorruptError,
         DataError,
         EnvironmentFault,
+        ExportMismatch,
         FolderBusy,
         ModelError,
         NonFiniteError,
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
         ModelSettings,
         NetworkSettings,
         NumericSettings,
+        NumericsGateSettings,
         OnlineAuditSettings,
         OnlineBufferSettings,
         OnlineDriftSettings,
@@ -167,6 +169,7 @@ __all__ = [
     "DistillationSettings",
     "Environment",
     "EnvironmentFault",
+    "ExportMismatch",
     "EnvironmentSettings",
     "Episode",
     "Evaluation",
@@ -272,6 +275,7 @@ __all__ = [
     "JudgeSettings",
     "MathSettings",
     "NumericSettings",
+    "NumericsGateSettings",
     "OnlineAuditSettings",
     "OnlineBufferSettings",
     "OnlineDriftSettings",
@@ -298,9 +302,10 @@ _HOME = {
     "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make:make_environment",
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
-        "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
-        "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
-        "SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer WorkerFailed"
+        "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
+        "RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
+        "WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
@@ -315,6 +320,7 @@ _HOME = {
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition FormatSettings "
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
+        "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutSettings SFTSettings "

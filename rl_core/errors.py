@@ -17,6 +17,7 @@
     |-- CallbackError                   a callback of the training loop raised
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
     |-- SamplerMismatch                 rollouts are not from the distribution that is trained
+    |-- ExportMismatch                  a written model is not the one that was trained and evaluated
     |-- OutOfMemory                     a single row does not fit into device memory
     |-- CheckFailed                     training ended, but a check of its result failed
     |-- BackendError                    a rollout backend or tracking store did not respond (transient: worth a retry)
@@ -42,6 +43,7 @@ __all__ = [
     "CorruptError",
     "DataError",
     "EnvironmentFault",
+    "ExportMismatch",
     "FolderBusy",
     "ModelError",
     "NonFiniteError",
@@ -129,6 +131,10 @@ class NonFiniteError(PosttrainError):
 
 class SamplerMismatch(PosttrainError):
     """Fresh rollouts are not from the distribution that is trained; the message gives the KL and its limit."""
+
+
+class ExportMismatch(PosttrainError):
+    """A written model is not the one that was trained and evaluated; the message gives the figure and its limit."""
 
 
 class OutOfMemory(PosttrainError):

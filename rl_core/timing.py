@@ -21,6 +21,7 @@ INSIDE = {
     "reference": "update",
     "measure": "update",
     "optimizer": "update",
+    "numerics": "update",
 }
 
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)

@@ -29,12 +29,13 @@ __all__ = [
     "training_stages",
 ]
 
-Product = Literal["data", "policy", "reward_model", "network", "evaluation"]
+Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof"]
 
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
-# models (the policies by stage name), evaluation, challenger (the newest trained policy's result).
-TAKES = ("base", "model", "data", "reward_model", "models", "evaluation", "challenger")
+# models (the policies by stage name), evaluation, challenger (the newest trained policy's result), proof (of their
+# export).
+TAKES = ("base", "model", "data", "reward_model", "models", "evaluation", "challenger", "proof")
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,17 @@ _STAGES: tuple[PipelineStage, ...] = (
         needs=("evaluation",),
     ),
     PipelineStage(
+        name="export",
+        task="tasks.stages.export:prove_models",
+        takes=("evaluation", "models"),
+        needs=("evaluation",),
+        gives="proof",
+    ),
+    PipelineStage(
         name="promote",
         task="tasks.stages.promote:promote",
-        takes=("evaluation", "challenger", "data"),
-        needs=("evaluation", "challenger"),
+        takes=("evaluation", "challenger", "data", "proof"),
+        needs=("evaluation", "challenger", "proof"),
         uses_gpu=False,
     ),
 )
@@ -192,7 +200,7 @@ def training_stages() -> tuple[str, ...]:
 
 def result_stages() -> tuple[str, ...]:
     """Names of the stages whose results are for people: nothing is trained from them."""
-    return tuple(stage.name for stage in _STAGES if stage.gives in (None, "evaluation"))
+    return tuple(stage.name for stage in _STAGES if stage.gives in (None, "evaluation", "proof"))
 
 
 def register(stage: PipelineStage, *, before: str | None = None) -> None:

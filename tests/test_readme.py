@@ -39,7 +39,7 @@ def test_the_yaml_is_a_configuration():
 
     [block] = blocks("yaml")
     settings = from_dict(yaml.safe_load(block), check_files=False)
-    assert settings.stages.active == ("prepare_data", "sft", "policy", "evaluate", "analyze", "promote")
+    assert settings.stages.active == ("prepare_data", "sft", "policy", "evaluate", "analyze", "export", "promote")
     assert settings.model.lora.rank == 16
 
 

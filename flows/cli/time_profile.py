@@ -30,6 +30,7 @@ _LABELS = {
     "teacher": "update: teacher log-probs",
     "measure": "update: old log-probs and values",
     "optimizer": "update: optimizer steps",
+    "numerics": "update: comparison with the sampler",
     "update": "update: the rest",
     "eval": "validation",
     "checkpoint": "checkpoints",

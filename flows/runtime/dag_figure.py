@@ -70,9 +70,11 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
             places[name], column = (column, 1.0), column + 1.0
     if "evaluate" in present:
         places["evaluate"], column = (column, 0.5), column + 1.0
-    for name, height in (("analyze", 1.0), ("promote", 0.0)):
+    if "analyze" in present:
+        places["analyze"] = (column, 1.0)
+    for name in ("export", "promote"):
         if name in present:
-            places[name] = (column, height)
+            places[name], column = (column, 0.0), column + (name == "export" and "promote" in present)
     others = [name for name in present if name not in places]
     return places | {name: (column + 1.0 + index, 0.5) for index, name in enumerate(others)}
 
@@ -89,7 +91,8 @@ def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list
     before = [name for name in trunk if names().index(name) < names().index("reward_model")]
     arrows += [(name, "reward_model") for name in before[-1:]]
     asks = "policy" if uses_reward_model and "policy" in present else "analyze"
-    arrows += [("reward_model", asks), ("evaluate", "analyze"), ("evaluate", "promote")]
+    arrows += [("reward_model", asks), ("evaluate", "analyze"), ("evaluate", "export")]
+    arrows.append(("export" if "export" in present else "evaluate", "promote"))
     arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
     return [arrow for arrow in arrows if set(arrow) <= set(present)]
 

@@ -28,7 +28,7 @@ __all__ = ["TrialJob", "Pruned", "play_fresh", "run_trial"]
 
 logger = logging.getLogger(__name__)
 
-NOT_IN_TRIALS = ("analyze", "promote")  # the winner's own run has them
+NOT_IN_TRIALS = ("analyze", "export", "promote")  # the winner's own run has them
 _WHILE_TRAINING = {
     "success": ("eval/success_rate", "train/success_rate"),
     "reward": ("eval/reward_mean", "reward/mean"),

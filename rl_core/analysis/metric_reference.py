@@ -353,6 +353,12 @@ _POLICY = MetricGroup(
         Metric("policy/sampler_difference_max", "nats",
                "Largest difference of a log-prob between sampler and trainer.",
                "Above 1e-4 in float32 with fresh rollouts."),
+        Metric("policy/numerics_difference", "nats",
+               "Largest difference of a token's log-prob between sampler and trainer on fixed prompts, after an update "
+               "(`numerics`).", "Above 1e-4 in float32: it is on its way to `numerics.bound`."),
+        Metric("policy/numerics_rollbacks", "count",
+               "Rollbacks since the beginning, as sampler and trainer differed (`numerics.action: rollback`).",
+               "Above 0: look at `policy/numerics_difference`."),
         Metric("policy/importance_mean", "-", "Mean truncated importance weight, 0 where dropped; V-trace: of rho."),
         Metric("policy/importance_dropped", "share",
                "Loss tokens without policy gradient, since they, or their sequence, left the interval of "
@@ -469,6 +475,7 @@ _PERF = MetricGroup(
         Metric("perf/rollout_seconds", "s", "Playing the rollouts."),
         Metric("perf/environment_seconds", "s", "Waiting for the environment's steps.",
                "Most of `perf/rollout_seconds`: raise `max_concurrent_steps`, or `rejoin: ready`."),
+        Metric("perf/numerics_seconds", "s", "Comparison of sampler and trainer after an update (`numerics`)."),
         Metric("perf/weight_sync_seconds", "s", "Sending weights to rollout workers, and verifying them (`rollouts`)."),
         Metric("perf/rollout_workers", "processes", "Rollout workers that play."),
         Metric("perf/weight_bytes", "bytes", "Weights sent by the newest transfer: changed tensors alone."),
@@ -569,6 +576,21 @@ _DATA = MetricGroup(
         Metric("data/environment/{number}", "as named", "Numbers that the environment reports about its own files."),
         Metric("data/demonstrator_success/{level}", "share", "Right answers of the shipped demonstrator, by level."),
         Metric("data/parameters", "parameters", "Parameters of a model made from a preset."),
+    ),
+)
+
+_EXPORT = MetricGroup(
+    "Proof of export: `export/`",
+    "Logged once by `export`, for every `{model}` that the run trained; also tags `export.*` of a promoted version.",
+    (
+        Metric("export/{model}/trained_difference_max", "nats",
+               "Largest difference of a token's log-prob between the written model and the trainer's, on fixed tokens.",
+               "Above 1e-4 in float32."),
+        Metric("export/{model}/trained_difference_mean", "nats", "Mean of these differences."),
+        Metric("export/{model}/evaluated_difference_max", "nats",
+               "The same between the written model and the evaluation's rollout engine, on evaluated tokens.",
+               "Above 1e-4 in float32."),
+        Metric("export/{model}/evaluated_difference_mean", "nats", "Mean of these differences."),
     ),
 )
 
@@ -688,6 +710,6 @@ _RUN = MetricGroup(
 
 GROUPS: tuple[MetricGroup, ...] = (
     _TRAINING, _EVALUATION, _REWARD, _POLICY, _VALUE, _CURRICULUM, _TOOL, _THOUGHTS, _PERF, _SYSTEM, _RUN, _DATA,
-    _PROMOTION, _ANALYSIS, _PIPELINE,
+    _EXPORT, _PROMOTION, _ANALYSIS, _PIPELINE,
 )
 # fmt: on

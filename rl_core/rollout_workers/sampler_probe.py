@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from rl_core.settings import SamplingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Probe", "ProbeAnswer", "check_answers", "check_trainer", "play_probe"]
+__all__ = ["Probe", "ProbeAnswer", "check_answers", "check_trainer", "play_probe", "trainer_difference"]
 
 SEQUENCES, PROMPT_TOKENS, TOKENS = 8, 8, 4
 
@@ -87,7 +88,7 @@ def check_answers(who: str, own: Sequence[ProbeAnswer], theirs: Sequence[ProbeAn
         for token, other_token, logprob, other_logprob in pairs:
             if token != other_token:
                 break
-            worst = max(worst, abs(logprob - other_logprob))
+            worst = max(worst, _gap(logprob - other_logprob))
     if agreed * 2 < len(own) or not worst <= bound:
         raise SamplerMismatch(
             f"{who}: on {len(own)} fixed prompts its log-probs differ by up to {worst:.3g} nats from the trainer's "
@@ -97,11 +98,13 @@ def check_answers(who: str, own: Sequence[ProbeAnswer], theirs: Sequence[ProbeAn
     return worst
 
 
-def check_trainer(model: PreTrainedModel, answers: Sequence[ProbeAnswer], probe: Probe, bound: float) -> float:
-    """Largest difference, in nats, of the answers' log-probs to those of the trainer's own forward pass.
+def _gap(difference: float) -> float:
+    """Its size; infinite for NaN, which `max` would pass over."""
+    return math.inf if math.isnan(difference) else abs(difference)
 
-    Raises: SamplerMismatch with the figure beyond `bound`.
-    """
+
+def trainer_difference(model: PreTrainedModel, answers: Sequence[ProbeAnswer], probe: Probe) -> float:
+    """Largest difference, in nats, of the answers' log-probs to those of the trainer's own forward pass."""
     rows = [
         TrainRow(a.prompt_ids, a.tokens, [True] * len(a.tokens), a.logprobs, probe.sampling.temperature)
         for a in answers
@@ -113,7 +116,13 @@ def check_trainer(model: PreTrainedModel, answers: Sequence[ProbeAnswer], probe:
             logprobs_BS, _ = completion_logprobs(model, batch)
             assert batch.sampler_logprobs_BS is not None
             difference_BS = (logprobs_BS.float() - batch.sampler_logprobs_BS).abs()
-            worst = max(worst, float(difference_BS[batch.loss_mask_BS].max()))
+            worst = max(worst, _gap(float(difference_BS[batch.loss_mask_BS].max())))
+    return worst
+
+
+def check_trainer(model: PreTrainedModel, answers: Sequence[ProbeAnswer], probe: Probe, bound: float) -> float:
+    """As `trainer_difference`. Raises: SamplerMismatch with the figure beyond `bound`."""
+    worst = trainer_difference(model, answers, probe)
     if not worst <= bound:
         raise SamplerMismatch(
             f"rollout engine and trainer differ by up to {worst:.3g} nats on {len(answers)} fixed prompts (limit "

@@ -9,8 +9,10 @@ from rl_core.settings.base import Settings, setting
 from rl_core.settings.code_paths import code_paths
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
+from rl_core.settings.export import ExportSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.network import NetworkSettings
+from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.online import (
     OnlineAuditSettings,
     OnlineBufferSettings,
@@ -89,6 +91,7 @@ __all__ = [
     "EvaluationSettings",
     "ExactSettings",
     "ExitCondition",
+    "ExportSettings",
     "FormatSettings",
     "LengthSettings",
     "JudgeSettings",
@@ -98,6 +101,7 @@ __all__ = [
     "MathSettings",
     "ModelSettings",
     "NetworkSettings",
+    "NumericsGateSettings",
     "NumericSettings",
     "OnlineAuditSettings",
     "OnlineBufferSettings",

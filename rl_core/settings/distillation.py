@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage
+from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.policy import Aggregation, PolicySettings, ReplaySettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
@@ -106,6 +107,7 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     replay: ReplaySettings | None = _as_in_policy("replay")
     levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
+    numerics: NumericsGateSettings = _as_in_policy("numerics")
     eval_episodes: int = _as_in_policy("eval_episodes")
 
     def check(self) -> None:

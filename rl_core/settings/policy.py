@@ -10,6 +10,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import DEFAULTS, is_open
+from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.references import Precision
 from rl_core.settings.rewards import RewardSettings
@@ -189,6 +190,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     rollouts: RolloutSettings = setting(
         RolloutSettings(), doc="where they are played; with max_staleness 0 not part of the stage's key"
+    )
+    numerics: NumericsGateSettings = setting(
+        NumericsGateSettings(),
+        doc="trainer against sampler on fixed prompts; with `action: refuse` not part of the stage's key",
     )
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels, equally weighted")
     rollback: RollbackSettings | None = setting(

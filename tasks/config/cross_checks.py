@@ -154,6 +154,15 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
         yield _finding(
             ("stages", "analyze"), "needs the episodes of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")
         )
+    if stages.export is not None and stages.promote is None:
+        if stages.evaluate is None:
+            yield _finding(
+                ("stages", "export"),
+                "needs the log-probs of stages.evaluate; add `evaluate: {}`",
+                ("stages", "evaluate"),
+            )
+        if not trained:
+            yield _finding(("stages", "export"), f"has no new model to prove; add stages.{any_policy}", *policies)
     if stages.promote is not None and stages.evaluate is None:
         yield _finding(
             ("stages", "promote"), "needs the result of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")

@@ -20,6 +20,7 @@ from rl_core.settings import (
     DistillationSettings,
     EnvironmentSettings,
     EvaluationSettings,
+    ExportSettings,
     ModelSettings,
     NetworkSettings,
     OnlineSettings,
@@ -195,8 +196,17 @@ class StagesSettings(Settings):
     network: NetworkSettings | None = setting(None, doc="networks for plain observations, by PPO; on its own")
     evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
     analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
+    export: ExportSettings | None = setting(
+        None,
+        doc="written models against those that were trained and evaluated; left out: its defaults where promote is",
+    )
     promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")
     own: dict[str, OwnStageSettings | None] = setting({}, doc="stages of yours, by name")
+
+    def check(self) -> None:
+        """No promotion without a proof of export: that stage comes with it."""
+        if self.promote is not None and self.export is None:
+            object.__setattr__(self, "export", ExportSettings())
 
     def __getattr__(self, name: str) -> Any:
         """Settings of a stage of the user's by its name: typed once it is registered, else the block as it stands."""

@@ -41,6 +41,10 @@ class _Handed:
         return self.results.get("evaluation")
 
     @property
+    def proof(self) -> StageResult | None:
+        return self.results.get("proof")
+
+    @property
     def model(self) -> Path | str:
         """The newest policy, else the base model."""
         if "policy" in self.results:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import Settings, code_paths
+from rl_core.settings.numerics import decisive_numerics
 from rl_core.settings.rollouts import decisive_rollouts
 from rl_core.storage.manifest import digest_file, digest_folder
 from rl_core.user_code import UserModule, import_paths, user_modules
@@ -96,6 +97,8 @@ def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, 
         decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
         if isinstance(rollouts := decisive.pop("rollouts", None), dict) and (kept := decisive_rollouts(rollouts)):
             decisive["rollouts"] = kept
+        if isinstance(numerics := decisive.pop("numerics", None), dict) and (kept := decisive_numerics(numerics)):
+            decisive["numerics"] = kept
     named = [path for _, path in code_paths(stage_settings)] if isinstance(stage_settings, Settings) else []
     if name in pipeline.stages.own:
         named.append(entry(name).task)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import EPOCH_MODELS, METRICS_HISTORY
+from tasks.stage_registry import entry
 from tasks.tracking import RunTracker
 
 if TYPE_CHECKING:
@@ -114,9 +115,19 @@ class StageContext:
         """
         from rl_core.models import causal_lm
 
+        if entry(self.name).trains == "policy":
+            self._record_logprobs(optimizer_step, model)
         whole = self._whole_model(optimizer_step, model, load)
         if whole is not None:
             causal_lm.save(whole, tokenizer, self.folder / "model")
+
+    def _record_logprobs(self, optimizer_step: OptimizerStep, model: PreTrainedModel) -> None:
+        """Keep log-probs of the trainer's own model, which the written one has to have (stage `export`)."""
+        from rl_core.models.logprob_record import TRAINED, trained_records, write_records
+
+        records = optimizer_step.sharded.with_full_weights_independent(lambda: trained_records(model))
+        if self.process_group.is_rank_zero:
+            write_records(self.folder / TRAINED, records)
 
     def _whole_model(
         self, optimizer_step: OptimizerStep, model: PreTrainedModel, load: Callable[[PipelineSettings], PreTrainedModel]

@@ -102,6 +102,7 @@ def read_evaluation(folder: Path, name: str) -> Evaluation:
 def _body(context: StageContext) -> dict[str, Any]:
     from rl_core.api.evaluation import play_heldout  # here: they load torch, not needed if cached
     from rl_core.api.policy import model_folder
+    from rl_core.models.logprob_record import EVALUATED, TokenRecord, evaluated_records, write_records
 
     settings: EvaluationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
@@ -112,6 +113,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     failed.clear()
     table: dict[str, Any] = {}
     stored: dict[str, Any] = {}
+    records: dict[str, list[TokenRecord]] = {}
     for index, name in enumerate(names):
         context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
         policy = load_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
@@ -129,11 +131,13 @@ def _body(context: StageContext) -> dict[str, Any]:
         path = trajectories_path(context.folder, name)
         write_trajectories(path, result.trajectories)
         write_tokens(tokens_path(path), result.rollouts)  # for the analysis, which never tokenises again
+        records[name] = evaluated_records(policy.model, result.rollouts, settings.sampling)
         fault("evaluation.trajectories")
         context.tracker.log_artifact(path, "trajectories")
         context.tracker.log_traces(result.trajectories, context.pipeline.tracking.traces, model=name)
         table[name] = {**row, "metrics": metrics}
         logger.info("%s: success %.1f%% of %d held-out episodes", name, 100 * result.success_rate, len(requests))
+    write_records(context.folder / EVALUATED, records)  # for the proof of export
     write_json_atomic(context.folder / "evaluation.json", stored)
     fault("evaluation.written")
     context.tracker.log_artifact(context.folder / "evaluation.json")

@@ -32,6 +32,7 @@ def _body(context: StageContext) -> dict[str, Any]:
 
     from rl_core.api.policy import load_policy
     from rl_core.errors import DataError
+    from rl_core.models.logprob_record import TRAINED, trained_records, write_records
     from rl_core.models.trainable_weights import load_trainable_weights
     from rl_core.online.assembly import SNAPSHOTS
     from rl_core.online.weight_snapshots import WeightSnapshots, weights_digest
@@ -47,6 +48,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     kind = dataclasses.replace(context.pipeline.model, path=str(service / "model"), lora=own.lora)
     policy = load_policy(kind)
     load_trainable_weights(policy.model, weights)
+    write_records(context.folder / TRAINED, trained_records(policy.model))
     policy.save(context.folder / "model")
     return {"note": f"snapshot {own.snapshot} of {service.name}", "snapshot": own.snapshot}
 

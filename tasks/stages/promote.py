@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import PosttrainError, SettingsError
+from rl_core.errors import ExportMismatch, PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.faults import fault
@@ -25,6 +25,7 @@ from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, has_begun, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
+from tasks.stages.export import REFUSED, checked_proof
 from tasks.stages.fresh_episodes import choose_draw
 from tasks.stages.promotion_gate import decide, too_few
 from tasks.stages.promotion_review import Side, write_report, write_review
@@ -59,29 +60,38 @@ class ChampionChanged(PosttrainError):
 
 
 def promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun,
+    evaluation: StageResult,
+    challenger: StageResult,
+    data: StageResult | None,
+    proof: StageResult,
 ) -> StageResult:
-    """Run the stage. `evaluation` holds the challenger's episodes under the name of its stage.
+    """Run the stage. `evaluation` holds the challenger's episodes under the name of its stage, `proof` its export's.
 
     A champion that came while the comparison was made is compared with in turn: none is replaced unseen.
-    Raises: ChampionChanged where that happens again and again.
+    Raises: ChampionChanged where that happens again and again; ExportMismatch for a model without a proof of export.
     """
     for _ in range(CHAMPIONS_MET - 1):
         try:
-            return _promote(pipeline_run, evaluation, challenger, data)
+            return _promote(pipeline_run, evaluation, challenger, data, proof)
         except ChampionChanged as changed:
             logger.warning("promotion: %s; comparing with it", changed)
-    return _promote(pipeline_run, evaluation, challenger, data)
+    return _promote(pipeline_run, evaluation, challenger, data, proof)
 
 
 def _promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun,
+    evaluation: StageResult,
+    challenger: StageResult,
+    data: StageResult | None,
+    proof: StageResult,
 ) -> StageResult:
+    proven = checked_proof(proof, challenger.stage, challenger.model)
     settings = pipeline_run.settings.stages.promote or PromotionSettings()
     registered = pipeline_run.registered_model
     expire(pipeline_run.tracking, registered)
     champion = pipeline_run.tracking.champion(registered)
-    inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
+    inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger, "proof": proof}
     opponent: Opponent | None = None
     ours = None  # the champion, where it is the challenger itself
     if champion is not None and champion.tags.get("model_sha256") == digest_folder(challenger.model):
@@ -105,7 +115,7 @@ def _promote(
         return _already(pipeline_run, challenger, ours)
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _gate(context, challenger, opponent)
+        return _gate(context, challenger, opponent, proven)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _asked(pipeline_run, result, champion.version if champion else None)
@@ -168,7 +178,9 @@ def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: Model
     return result
 
 
-def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | None) -> dict[str, Any]:
+def _gate(
+    context: StageContext, challenger: StageResult, opponent: Opponent | None, proven: dict[str, str]
+) -> dict[str, Any]:
     settings: PromotionSettings = context.settings
     pipeline_run = context.pipeline_run
     registered = pipeline_run.registered_model
@@ -199,6 +211,7 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
         "gate.champion_before": str(before or "none"),
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
+        **proven,
     }
     fault("gate.decided")
     _move_alias(pipeline_run.tracking, registered, version, tags, before)
@@ -301,7 +314,8 @@ def _asked_before(context: StageContext, attempt: Attempt | None) -> list[Attemp
 def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:
     """Move the alias `champion` by hand: to `version`, or back to the champion before when `version` is None.
 
-    Returns: what was done, as a sentence. Raises: SettingsError when there is no such version.
+    Returns: what was done, as a sentence. Raises: SettingsError when there is no such version; ExportMismatch for one
+        whose folder was found not to be the model that was evaluated.
     """
     output = Path(settings.output).resolve()
     tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
@@ -321,6 +335,8 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
             tracking.replay(journal)
         return f"version {version} of {registered} is the champion already"
     promoted = registry.version(registered, version)  # raises where there is none
+    if refused := promoted.tags.get(REFUSED):
+        raise ExportMismatch(f"version {version} of {registered} is not promoted: {refused}")
     tags = {
         "gate.decision": "promoted by hand",
         "gate.reason": note or "promoted by hand",
@@ -333,4 +349,5 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
     if journal is not None:
         tracking.replay(journal)
     was = f" (was version {champion.version})" if champion else ""
-    return f"version {version} of {registered} is the champion now{was}"
+    unproven = "" if "export.model_sha256" in promoted.tags else "; there is no proof of its export (stage export)"
+    return f"version {version} of {registered} is the champion now{was}{unproven}"

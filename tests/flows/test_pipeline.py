@@ -23,7 +23,7 @@ from tasks.config import load
 from tasks.pipeline.result import StageResult
 
 CONFIG = ROOT / "configs/test.yaml"
-STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "export", "promote"]
 
 
 def run(output, *overrides, fresh=False, config=CONFIG):
@@ -98,6 +98,19 @@ def test_the_analysis_measures_the_models_and_the_reward_model(first):
     assert metrics["analysis/reward_model/trajectories"] == 24  # 12 episodes of two models
     logged = dict(metric_rows(result.results["analyze"].path)[0][1])
     assert logged["analysis/policy/kl_to_first"] == metrics["analysis/policy/kl_to_first"]
+
+
+def test_the_written_models_are_proven_and_the_champion_has_the_figures(first):
+    from tasks.tracking import Tracking
+
+    output, result = first
+    proofs = result.results["export"].summary["models"]
+    for name in ("sft", "policy"):
+        assert proofs[name]["model_sha256"] == digest_folder(result.results[name].model)
+        assert proofs[name]["trained"]["max"] < 1e-4 and proofs[name]["evaluated"]["max"] < 1e-4
+    tags = Tracking(None, output, "test").champion("test").tags
+    assert tags["export.model_sha256"] == tags["model_sha256"]
+    assert float(tags["export.evaluated_difference_max"]) == pytest.approx(proofs["policy"]["evaluated"]["max"], 1e-4)
 
 
 def test_nothing_is_left_open_and_no_pickle_is_written(first):
@@ -204,7 +217,7 @@ def test_a_changed_policy_setting_runs_the_policy_and_what_follows(first):
     output, _ = first
     again = run(output, "stages.policy.learning_rate=2e-4")
     ran = [name for name, stage in again.results.items() if not stage.cached]
-    assert ran == ["policy", "evaluate", "analyze", "promote"]
+    assert ran == ["policy", "evaluate", "analyze", "export", "promote"]
 
 
 def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):

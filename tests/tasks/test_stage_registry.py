@@ -36,7 +36,7 @@ def test_kinds_of_stages():
     assert stage_registry.training_stages() == (
         "sft", "distill", "preference", "reward_model", "policy", "thoughts", "network",
     )  # fmt: skip
-    assert stage_registry.result_stages() == ("evaluate", "analyze", "promote")
+    assert stage_registry.result_stages() == ("evaluate", "analyze", "export", "promote")
     assert stage_registry.entry("reward_model").trains == "reward_model"
     assert stage_registry.entry("prepare_data").trains is None
     assert stage_registry.entry("network").trains == "network" and stage_registry.entry("network").takes == ()

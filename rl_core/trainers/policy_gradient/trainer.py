@@ -38,6 +38,7 @@ from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
+from rl_core.trainers.policy_gradient.numerics import NumericsGate
 from rl_core.trainers.policy_gradient.own_parts import own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, masked_metrics, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
@@ -138,9 +139,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         self.optimizer_step = self.actor_critic.optimizer_step
         critic_optimizer_step = self.actor_critic.critic_optimizer_step
-        self._snapshots = StageSnapshots(
-            self.model,
-            [self.optimizer_step] if critic_optimizer_step is None else [self.optimizer_step, critic_optimizer_step],
+        optimizer_steps = [step for step in (self.optimizer_step, critic_optimizer_step) if step is not None]
+        self._snapshots = StageSnapshots(self.model, optimizer_steps)
+        self._numerics = NumericsGate(
+            model, backend, settings, self.optimizer_step, StageSnapshots(self.model, optimizer_steps)
         )
 
     @property
@@ -162,6 +164,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         """One iteration: play, score, update, and advance or roll back the curriculum."""
         started = time.perf_counter()
         self._snapshots.keep(self.curriculum.index, self.curriculum.restorable, self._learned_state)
+        self._numerics.begin(self._learned_state)
         rng = self._generator()
         played, self.groups, metrics = self._play_and_score(rng)
         playing = metrics["perf/rollout_seconds"]
@@ -171,6 +174,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
+        metrics |= self._check_numerics()
         if self.process_group.is_rank_zero:
             self._signal.observe(metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked])
         stopped = time.perf_counter()
@@ -225,6 +229,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
+            "numerics": self._numerics.state_dict(),
             **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
         }
 
@@ -244,6 +249,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.actor_critic.critic_optimizer_step is not None:
             self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
+        if "numerics" in state:
+            self._numerics.load_state_dict(state["numerics"])
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
 
@@ -257,7 +264,10 @@ class PolicyGradientTrainer(RolloutTrainer):
     def _roll_back(self, target: int, rollback: RollbackSettings | None) -> None:
         """Restore everything that training changes to the snapshot of the entry of stage `target`."""
         factor = rollback.learning_rate_factor if rollback is not None else 1.0
-        learned = self._snapshots.restore(target, learning_rate_factor=factor)
+        self._go_back(self._snapshots.restore(target, learning_rate_factor=factor))
+
+    def _go_back(self, learned: Mapping[str, Any]) -> None:
+        """Inverse of `_learned_state`."""
         self.kl_coef = float(learned["kl_coef"])
         self.rewards.load_state_dict(learned["rewards"])
         if self._replay is not None:
@@ -378,6 +388,12 @@ class PolicyGradientTrainer(RolloutTrainer):
         if "policy/ref_kl" in metrics:
             self.kl_coef = next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
+
+    def _check_numerics(self) -> dict[str, float]:
+        """Trainer against sampler after an update, where it is due."""
+        if not self._numerics.is_due(self.iteration):
+            return {}
+        return self._numerics.check(self.stage_settings.sampling, self._learned_state, self._go_back)
 
     def _write_advantages(self, fresh: Sequence[SampleGroup]) -> None:
         """Copy advantages into the groups, where rollouts were compared."""

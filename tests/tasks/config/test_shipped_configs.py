@@ -35,7 +35,7 @@ def test_config_loads(path):
 
 def test_demo_has_the_whole_pipeline_and_a_curriculum():
     settings = load(CONFIGS[[path.stem for path in CONFIGS].index("demo")])
-    assert len(settings.stages.active) == 7
+    assert len(settings.stages.active) == 8
     assert settings.model.path is None  # no download
     assert settings.stages.policy.rewards["task"] > settings.stages.policy.rewards["learned"] > 0
     curriculum = settings.stages.policy.curriculum

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 from helpers.evaluations import evaluation
 
+from rl_core.errors import ExportMismatch
 from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.stage import StageContext, StageResult
 from tasks.stages import promote
+from tasks.stages.export import checked_proof
 from tasks.stages.promote import ChampionChanged, Opponent
 from tasks.tracking import ModelVersion
 
@@ -73,7 +75,16 @@ def gate(folder, registry, settings, ours, opponent=None, logged=None):
         pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
         inputs={"evaluation": played(folder / "ours", policy=ours).path}, seed=0, fingerprint={}, stop=None,
     )  # fmt: skip
-    return promote._gate(context, stage_result(folder), opponent)
+    return promote._gate(context, stage_result(folder), opponent, {"export.model_sha256": "d"})
+
+
+def proof_of(folder, model, **changed):
+    """A result of the stage `export` for the model `policy` in this folder."""
+    figures = {"max": 2e-6, "mean": 1e-7, "tokens": 5}
+    facts = {"model_sha256": digest_folder(model), "trained": figures, "evaluated": figures, **changed}
+    folder.mkdir()
+    (folder / "export.json").write_text(json.dumps({"models": {"policy": facts}}))
+    return StageResult("export", str(folder), "d", "k", False, 1.0, "r", {})
 
 
 def stage_result(folder):
@@ -169,7 +180,8 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
         tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))), resumed=False,
     )  # fmt: skip
-    found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None)
+    proof = proof_of(tmp_path / "proof", tmp_path / "model")
+    found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None, proof)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]
     assert registry.done == []
 
@@ -184,8 +196,8 @@ def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
         return "promoted"
 
     monkeypatch.setattr(promote, "_promote", once)
-    assert promote.promote("session", "evaluation", "challenger", None) == "promoted"
-    assert met == [("session", "evaluation", "challenger", None)] * 3
+    assert promote.promote("session", "evaluation", "challenger", None, "proof") == "promoted"
+    assert met == [("session", "evaluation", "challenger", None, "proof")] * 3
 
 
 def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
@@ -197,5 +209,40 @@ def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
 
     monkeypatch.setattr(promote, "_promote", never)
     with pytest.raises(ChampionChanged):
-        promote.promote("session", "evaluation", "challenger", None)
+        promote.promote("session", "evaluation", "challenger", None, "proof")
     assert len(met) == promote.CHAMPIONS_MET
+
+
+def test_the_figures_of_the_proof_are_tags(tmp_path):
+    stage_result(tmp_path)
+    tags = checked_proof(proof_of(tmp_path / "proof", tmp_path / "model"), "policy", tmp_path / "model")
+    assert tags == {
+        "export.model_sha256": digest_folder(tmp_path / "model"),
+        "export.trained_difference_max": "2e-06", "export.trained_difference_mean": "1e-07",
+        "export.evaluated_difference_max": "2e-06", "export.evaluated_difference_mean": "1e-07",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda proof, model: (proof / "export.json").unlink(), r"is no proof of its export \(FileNotFoundError\)"),
+        (lambda proof, model: (proof / "export.json").write_text("[]"), r"is no proof of its export \(TypeError\)"),
+        (lambda proof, model: (proof / "export.json").write_text('{"models": {"sft": {}}}'), "is of no such model"),
+        (
+            lambda proof, model: (model / "weights").write_text("other"),
+            "is of the folder [0-9a-f]{12}, and this one is",
+        ),
+    ],
+)
+def test_a_model_without_a_proof_of_exactly_its_folder_is_not_promoted(tmp_path, change, message):
+    """Nothing is asked of the registry, nothing is compared: the run ends with one line."""
+    challenger = stage_result(tmp_path)
+    proof = proof_of(tmp_path / "proof", tmp_path / "model")
+    change(tmp_path / "proof", tmp_path / "model")
+    pipeline_run = SimpleNamespace(
+        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=Registry()
+    )
+    with pytest.raises(ExportMismatch, match=f"is not promoted: .*{message}") as refused:
+        promote.promote(pipeline_run, challenger, challenger, None, proof)
+    assert "\n" not in str(refused.value) and pipeline_run.tracking.done == []

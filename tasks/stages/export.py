@@ -1,0 +1,129 @@
+"""Stage: proof of export. The written models are loaded by transformers alone, and have the evaluated log-probs.
+
+The folder that is registered is compared with two records of log-probs: the trainer's own model's, which its stage left
+before it wrote the folder, and those of the evaluation's rollout engine. `promote` takes no model without this proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import BackendError, ExportMismatch
+from rl_core.settings import ExportSettings
+from rl_core.storage.faults import fault
+from rl_core.storage.manifest import digest_folder
+from rl_core.storage.single_files import write_json_atomic
+from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
+
+__all__ = ["PROOF", "REFUSED", "checked_proof", "prove_models"]
+
+logger = logging.getLogger(__name__)
+
+PROOF = "export.json"
+REFUSED = "export.refused"  # tag of a version whose folder is not the model that was trained and evaluated
+
+
+def prove_models(
+    pipeline_run: PipelineRun, evaluation: StageResult, models: Mapping[str, StageResult | Path | str]
+) -> StageResult:
+    """Run the stage. `models`: what the evaluation played; those that this run trained are proven."""
+    trained = {name: model for name, model in models.items() if isinstance(model, StageResult)}
+    inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
+    inputs |= {f"model.{name}": model for name, model in trained.items()}
+    settings = pipeline_run.settings.stages.export or ExportSettings()
+
+    def body(context: StageContext) -> dict[str, Any]:
+        return _body(context, trained)
+
+    return run_stage(pipeline_run, "export", body, settings=settings, inputs=inputs)
+
+
+def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str, Any]:
+    from rl_core.models.export_proof import fresh_logprobs, prove_export  # here: it loads torch, not needed if cached
+    from rl_core.models.logprob_record import EVALUATED, TRAINED, read_records
+
+    evaluated = read_records(Path(context.inputs["evaluation"]) / EVALUATED)
+    context.tracker.progress(0, 1, f"loading {', '.join(models)} in a fresh process")
+    kind, proofs = context.pipeline.model, dict[str, Any]()
+    written = {name: result.path / "model" for name, result in models.items()}
+    digests = {name: digest_folder(folder) for name, folder in written.items()}
+    records = {name: read_records(result.path / TRAINED) for name, result in models.items()}
+    for name in models:
+        if rows := evaluated.get(name):
+            records[name]["evaluated"] = rows
+    answers = fresh_logprobs([(written[name], records[name]) for name in models], kind, context.settings)
+    for (name, result), answer in zip(models.items(), answers, strict=True):
+        try:
+            facts = prove_export(name, written[name], records[name], answer, context.settings, kind.dtype)
+        except ExportMismatch as refused:
+            _mark_refused(context, result, str(refused))
+            raise
+        proofs[name] = {"model_sha256": digests[name], **facts}
+        fault("export.proved")
+    metrics = {
+        f"export/{name}/{of}_difference_{kind}": facts[of][kind]
+        for name, facts in proofs.items()
+        for of in ("trained", "evaluated")
+        if of in facts
+        for kind in ("max", "mean")
+    }
+    context.tracker.log_metrics(metrics, 0)
+    write_json_atomic(context.folder / PROOF, {"models": proofs})
+    fault("export.written")
+    context.tracker.log_artifact(context.folder / PROOF)
+    context.tracker.progress(1, 1)
+    worst = ", ".join(f"{name} {_largest(facts):.2g}" for name, facts in proofs.items())
+    return {
+        "models": proofs,
+        "metrics": metrics,
+        "note": f"loaded by transformers in a fresh process, log-probs differ by at most (nats): {worst}",
+    }
+
+
+def _largest(facts: Mapping[str, Any]) -> float:
+    return max(float(facts[of]["max"]) for of in ("trained", "evaluated") if of in facts)
+
+
+def _mark_refused(context: StageContext, result: StageResult, reason: str) -> None:
+    """Have the version say that it is not what was evaluated, where the store answers."""
+    pipeline_run = context.pipeline_run
+    with contextlib.suppress(BackendError):
+        version = pipeline_run.models.ensure_version(result, pipeline_run.parent)
+        pipeline_run.tracking.tag_version(pipeline_run.registered_model, version, {REFUSED: reason[:4000]})
+
+
+def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
+    """Tags of a version with the figures of its proof.
+
+    Args:
+        proof: result of the stage `export`. name: of the model in it. model: the folder that is to be promoted.
+    Raises: ExportMismatch where the proof is not of exactly this folder.
+    """
+    path = proof.path / PROOF
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))["models"].get(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportMismatch(
+            f"{model}: is not promoted: {path} is no proof of its export ({type(error).__name__}); run the stage "
+            "`export` again"
+        ) from error
+    digest = digest_folder(model)
+    if facts is None or facts["model_sha256"] != digest:
+        of = f"of the folder {facts['model_sha256'][:12]}" if facts is not None else "of no such model"
+        raise ExportMismatch(
+            f"{model}: is not promoted: the proof of export in {path} is {of}, and this one is {digest[:12]}; it was "
+            "written after it was evaluated, so evaluate and prove it anew (--fresh)"
+        )
+    figures = {
+        f"export.{of}_difference_{kind}": f"{facts[of][kind]:.6g}"
+        for of in ("trained", "evaluated")
+        if of in facts
+        for kind in ("max", "mean")
+    }
+    return {"export.model_sha256": digest, **figures}

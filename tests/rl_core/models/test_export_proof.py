@@ -1,0 +1,224 @@
+"""Proof of export: a folder that is not the trained and evaluated model is refused with its figure."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.exports import in_this_process
+from safetensors.torch import load_file, save_file
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import BackendError, DataError, ExportMismatch
+from rl_core.models import causal_lm
+from rl_core.models.export_proof import compare_logprobs, fresh_logprobs, prove_export
+from rl_core.models.logprob_record import (
+    TokenRecord,
+    evaluated_records,
+    read_records,
+    score,
+    trained_records,
+    write_records,
+)
+from rl_core.settings import ExportSettings, LoraSettings, ModelSettings, SamplingSettings
+
+KIND = ModelSettings(preset="nano", context=64, device="cpu")
+ADAPTED = dataclasses.replace(KIND, lora=LoraSettings(rank=4))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def trained(tokenizer, settings):
+    """A model some way from its start, as training leaves it."""
+    model = causal_lm.create(settings, tokenizer, 0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                size = 0.1 if settings.lora is None else 0.003  # so small that twice the adapter has twice the effect
+                parameter += size * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+class Export:
+    """A model, its folder, and the records that its training and evaluation leave, at temperature 0.7."""
+
+    def __init__(self, folder, tokenizer, settings):
+        self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
+        self.model = trained(tokenizer, settings)
+        causal_lm.save(self.model, tokenizer, folder)
+        ids = [3 * place % 60 for place in range(20)]
+        evaluated = score(self.model, [TokenRecord(ids, [5, 6, 7, 18, 19], [], 0.7)])
+        self.records = {**trained_records(self.model), "evaluated": evaluated}
+
+    def prove(self, *, fresh=False, **settings):
+        """As the stage does, in this process, as a fresh one takes seconds to start."""
+        models = [(self.folder, self.records)]
+        call = fresh_logprobs if fresh else in_this_process
+        (answer,) = call(models, self.settings, ExportSettings(**settings))
+        return prove_export("policy", self.folder, self.records, answer, ExportSettings(**settings))
+
+    def write(self, model):
+        shutil.rmtree(self.folder)
+        causal_lm.save(model, self.tokenizer, self.folder)
+
+    def change_weights(self, change):
+        path = self.folder / "model.safetensors"
+        weights = load_file(path)
+        change(weights)
+        save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def exports(tokenizer, tmp_path_factory):
+    return {kind: Export(tmp_path_factory.mktemp(kind) / "model", tokenizer, settings)
+            for kind, settings in (("full", KIND), ("lora", ADAPTED))}  # fmt: skip
+
+
+@pytest.fixture
+def export(exports, tmp_path):
+    """A copy that a test may spoil."""
+
+    def of(kind):
+        whole = exports[kind]
+        copied = object.__new__(Export)
+        vars(copied).update(vars(whole), folder=tmp_path / "model", records=dict(whole.records))
+        shutil.copytree(whole.folder, copied.folder)
+        return copied
+
+    return of
+
+
+def refusal(export, message):
+    with pytest.raises(ExportMismatch, match=message) as refused:
+        export.prove()
+    print(str(refused.value)[:500])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_healthy_export_is_proven(exports, kind):
+    facts = exports[kind].prove(fresh=kind == "lora")  # in a process without this project
+    assert facts["trained"]["max"] < 1e-4 and facts["evaluated"]["max"] < 1e-4
+    assert (facts["trained"]["tokens"], facts["evaluated"]["tokens"]) == (120, 5)
+    assert facts["class"] == "LlamaForCausalLM" and facts["bound"] == 1e-3
+
+
+def test_no_sync_wrote_the_weights_of_the_start(export, tokenizer):
+    found = export("full")
+    found.write(causal_lm.create(KIND, tokenizer, 0))
+    refusal(
+        found, r"differ from the trained model's by up to \d\S* nats, \d\S* on average over 120 tokens \(limits 0\.0"
+    )
+
+
+def test_an_evaluation_at_another_temperature(export):
+    found = export("full")
+    found.records["evaluated"] = [dataclasses.replace(row, temperature=1.0) for row in found.records["evaluated"]]
+    refusal(found, r"differ from the evaluated model's by up to \d\S* nats, \d\S* on average over 5 tokens")
+
+
+def adapter_times(export, factor):
+    """The model with an adapter of `factor` times this one's effect."""
+    model = trained(export.tokenizer, export.settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter *= factor
+    return model
+
+
+@pytest.mark.parametrize(
+    ("factor", "shows"),
+    [(0.0, r"it shows -?0\.00 of the adapter's effect.*base model it is \S*e-0[67] "), (2.0, r"it shows (1\.9|2\.)")],
+)
+def test_a_merge_that_is_the_base_and_one_that_is_twice_the_adapter(export, factor, shows):
+    found = export("lora")
+    found.write(adapter_times(found, factor))
+    refusal(found, rf"differ from the trained model's by up to \d\S* nats.*{shows}")
+
+
+def test_an_older_adapter(export):
+    found = export("lora")
+    found.write(adapter_times(found, 0.5))
+    refusal(found, r"trained model's by up to \d\S* nats.*it shows 0\.[3-6]")
+
+
+def test_a_head_that_was_dropped(export):
+    found = export("full")
+    config = json.loads((found.folder / "config.json").read_text())
+    (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    refusal(found, "1 weights of LlamaForCausalLM are missing, and transformers makes them up, first lm_head.weight")
+
+
+def test_a_head_that_is_tied_wrongly(export):
+    found = export("full")
+    config = json.loads((found.folder / "config.json").read_text())
+    (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    found.change_weights(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 0}))
+    refusal(found, r"trained model's by up to \d\S* nats")
+
+
+def test_weights_without_a_place_and_of_another_shape(export):
+    found = export("full")
+    found.change_weights(lambda weights: weights.update({"value_head.weight": torch.ones(2)}))
+    refusal(found, "1 weights of LlamaForCausalLM have no place in it, .* first value_head.weight")
+    found.change_weights(lambda weights: weights.pop("value_head.weight"))
+    found.change_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(2)}))
+    refusal(found, "have another shape, .* first model.norm.weight")
+
+
+def test_what_transformers_cannot_load_and_a_process_without_an_answer(export, monkeypatch, tmp_path):
+    found = export("full")
+    (found.folder / "config.json").write_text("{}")
+    with pytest.raises(ExportMismatch, match="transformers alone cannot load it"):
+        found.prove()
+    with pytest.raises(BackendError, match=r"model: not loaded within 0\.01 s by a fresh process"):
+        found.prove(fresh=True, timeout_seconds=0.01)
+    dead = tmp_path / "dead.py"
+    dead.write_text("import os; os._exit(9)")
+    monkeypatch.setattr("rl_core.models.export_proof._PROGRAM", dead)
+    with pytest.raises(BackendError, match="ended with 9 and no answer"):
+        found.prove(fresh=True)
+
+
+def test_differences_by_hand():
+    records = [TokenRecord([1, 2, 3], [1, 2], [-1.0, -2.0]), TokenRecord([1, 2], [1], [-3.0])]
+    found = compare_logprobs(records, [[-1.5, -2.0], [-2.0]])
+    assert (found.largest, found.mean, found.tokens) == (1.0, 0.5, 3)
+    assert compare_logprobs(records, [[float("nan"), -2.0], [-3.0]]).largest == float("inf")
+    with pytest.raises(ExportMismatch, match="no token to compare"):
+        compare_logprobs([], [])
+
+
+def rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()):
+    return SimpleNamespace(
+        prompt_ids=prompt, completion_ids=completion, loss_mask=mask, sampler_logprobs=logprobs,
+        temperature=temperature, context_starts=list(starts),
+    )  # fmt: skip
+
+
+def test_records_of_an_evaluation(tokenizer, tmp_path):
+    rollouts = [
+        rollout([1, 2], [3, 4, 5, 6], [True, False, True, False], [-1.0, 0.0, -2.0, 0.0]),
+        rollout([1], [2], [False], [0.0]),  # nothing was sampled
+        rollout([1], [2], [True], [-1.0], starts=[1]),  # several contexts
+        rollout([9], [8], [True], [-4.0], temperature=0.0),  # greedy: at temperature 1
+    ]
+    plain = evaluated_records(None, rollouts, SamplingSettings(temperature=0.7))
+    assert plain == [
+        TokenRecord([1, 2, 3, 4, 5], [2, 4], [-1.0, -2.0], 0.7), TokenRecord([9, 8], [1], [-4.0], 1.0),
+    ]  # fmt: skip
+    write_records(tmp_path / "r.json", {"policy": plain})
+    assert read_records(tmp_path / "r.json") == {"policy": plain} and read_records(tmp_path / "none.json") == {}
+    (tmp_path / "r.json").write_text('{"policy": [{"ids": 1}]}')
+    with pytest.raises(DataError, match=r"r\.json: is no record of log-probs"):
+        read_records(tmp_path / "r.json")
+    model = causal_lm.create(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
+    restricted = evaluated_records(model, rollouts, SamplingSettings(temperature=0.7, top_p=0.5))
+    assert restricted == score(model, plain) and restricted[0].logprobs[0] < -3

@@ -1,0 +1,225 @@
+"""Trainer and sampler on fixed prompts after weight updates: a sampler of other weights is refused with its figure."""
+
+import copy
+
+import pytest
+import torch
+from helpers.letters import comparable, make_trainer, weights
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import SamplerMismatch
+from rl_core.models import causal_lm
+from rl_core.settings import LoraSettings, ModelSettings, NumericsGateSettings, SamplingSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.training.loop import run_loop
+
+AT_07 = SamplingSettings(max_completion_tokens=3, temperature=0.7)
+REFUSED = r"differ by up to (\S+) nats on a token of 8 fixed prompts \(numerics.bound 0.001\)"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def trainer_of(tokenizer, *, lora=False, every=1, action="refuse", **options):
+    """A trainer at temperature 0.7 whose gate looks after every update, and no other check does."""
+    model = None
+    if lora:
+        settings = ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=4))
+        model = causal_lm.create(settings, tokenizer, 0)
+    numerics = NumericsGateSettings(every=every, action=action, bound=1e-3)
+    return make_trainer(
+        tokenizer, model=model, numerics=numerics, sampling=AT_07, sampler_kl_max=1e6, learning_rate=0.05, **options
+    )  # fmt: skip
+
+
+def trained_weights(policy):
+    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
+
+
+def sample_with(trainer, change):
+    """The sampler plays with weights that `change` has altered; the trainer keeps its own."""
+    run = trainer.backend.run
+
+    def changed(*arguments):
+        own = trained_weights(trainer.policy)
+        with torch.no_grad():
+            change(trainer.policy)
+        run(*arguments)
+        trainer.policy.load_state_dict(own)
+
+    trainer.backend.run = changed
+
+
+def no_sync(trainer):
+    start = trained_weights(trainer.policy)
+    sample_with(trainer, lambda policy: policy.load_state_dict(start))
+
+
+def wrong_temperature(trainer):
+    run = trainer.backend.run
+    trainer.backend.run = lambda sequences, sampling: run(
+        sequences, SamplingSettings(max_completion_tokens=sampling.max_completion_tokens)
+    )
+
+
+def old_adapter(trainer):
+    """The adapter of the first update, on the newest base."""
+    trainer.step()
+    start = {name: value for name, value in trained_weights(trainer.policy).items() if ".lora_" in name}
+    sample_with(trainer, lambda policy: policy.load_state_dict(start, strict=False))
+
+
+def double_merge(trainer):
+    def twice(policy):
+        for name, value in policy.state_dict().items():
+            if ".lora_B." in name:
+                value *= 2
+
+    sample_with(trainer, twice)
+
+
+def dropped_head(trainer):
+    sample_with(trainer, lambda policy: policy.get_output_embeddings().weight.zero_())
+
+
+def base_identical_merge(trainer):
+    def without(policy):
+        for name, value in policy.state_dict().items():
+            if ".lora_B." in name:
+                value.zero_()
+
+    sample_with(trainer, without)
+
+
+@pytest.mark.parametrize(
+    ("inject", "lora"),
+    [
+        (no_sync, False),
+        (no_sync, True),
+        (wrong_temperature, False),
+        (wrong_temperature, True),
+        (old_adapter, True),
+        (double_merge, True),
+        (dropped_head, False),
+        (base_identical_merge, True),
+    ],
+)
+def test_a_sampler_of_another_policy_is_refused_with_the_figure(tokenizer, inject, lora):
+    trainer = trainer_of(tokenizer, lora=lora)
+    inject(trainer)
+    with pytest.raises(SamplerMismatch, match=REFUSED) as refused:
+        for _ in range(4):
+            trainer.step()
+    figure = float(str(refused.value).split("up to ")[1].split()[0])
+    assert figure > 2e-3
+    print(f"{inject.__name__}, {'LoRA' if lora else 'full'}: {figure:.3g} nats")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_healthy_sampler_agrees_to_rounding(tokenizer, lora):
+    trainer = trainer_of(tokenizer, lora=lora)
+    found = [trainer.step()["policy/numerics_difference"] for _ in range(4)]
+    assert max(found) < 1e-4 and max(found) >= 0
+
+
+def test_a_log_probability_that_is_no_number_is_refused(tokenizer):
+    trainer = trainer_of(tokenizer)
+    trainer.step()
+    measure = trainer._numerics.measure
+    forward = trainer.policy.get_output_embeddings().forward
+    trainer.policy.get_output_embeddings().forward = lambda hidden: forward(hidden) * float("nan")
+    trainer.backend.run = lambda sequences, sampling: [
+        sequence.advance([1], [float("nan")], False) for sequence in sequences
+    ]  # fmt: skip
+    assert measure(AT_07) == float("inf")
+
+
+def test_it_looks_after_the_first_update_and_every_so_many(tokenizer):
+    trainer = trainer_of(tokenizer, every=3)
+    looked = ["policy/numerics_difference" in trainer.step() for _ in range(7)]
+    assert looked == [True, False, False, True, False, False, True]
+    never = trainer_of(tokenizer, every=0, action="rollback")
+    assert not any("policy/numerics_difference" in never.step() for _ in range(2))
+    assert never.state_dict()["numerics"]["snapshots"] == {}
+
+
+@pytest.mark.parametrize("options", [{"importance": "token"}, {"sampler_kl_max": 1.0}, {"importance_mask": "token"}])
+def test_other_samplers_on_purpose_are_not_compared_unless_a_bound_is_set(tokenizer, options):
+    assert "policy/numerics_difference" not in make_trainer(tokenizer, **options).step()
+    bounded = make_trainer(tokenizer, **options, numerics=NumericsGateSettings(bound=1e-3))
+    assert bounded.step()["policy/numerics_difference"] < 1e-4
+
+
+def test_the_numbers_of_training_are_those_without_it(tokenizer):
+    with_gate, without = trainer_of(tokenizer), trainer_of(tokenizer, every=0)
+    for _ in range(3):
+        ours, theirs = with_gate.step(), without.step()
+        del ours["policy/numerics_difference"]
+        assert comparable(ours) == comparable(theirs)
+    assert torch.equal(weights(with_gate), weights(without))
+
+
+@pytest.mark.parametrize("action", ["refuse", "rollback"])
+def test_a_resumed_run_has_the_same_bits(tokenizer, action):
+    whole = trainer_of(tokenizer, every=2, action=action)
+    rows = [comparable(whole.step()) for _ in range(3)]
+    state = copy.deepcopy((whole.state_dict(), trained_weights(whole.policy), whole.optimizer_step.state_dict()))
+    rows += [comparable(whole.step()) for _ in range(3)]
+    again = trainer_of(tokenizer, every=2, action=action)
+    again.policy.load_state_dict(state[1])
+    again.optimizer_step.load_state_dict(state[2])
+    again.load_state_dict(state[0])
+    assert [comparable(again.step()) for _ in range(3)] == rows[3:]
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
+    trainer = trainer_of(tokenizer, action="rollback")
+    trainer.step()
+    good = weights(trainer).clone()
+    moments = copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"])
+    measure, played = trainer._numerics.measure, []
+    trainer._numerics.measure = lambda sampling: played.append(0) or (0.5 if len(played) == 1 else measure(sampling))
+    metrics = trainer.step()
+    assert (metrics["policy/numerics_difference"], metrics["policy/numerics_rollbacks"]) == (0.5, 1)
+    assert torch.equal(weights(trainer), good)
+    state = trainer.optimizer_step.optimizer.state_dict()["state"]
+    assert all(torch.equal(state[i][key], value) for i in state for key, value in moments[i].items())
+    assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters go on
+    assert trainer.step()["policy/numerics_rollbacks"] == 1 and not torch.equal(weights(trainer), good)
+
+
+def test_a_sampler_that_does_not_follow_the_rollback_ends_the_run(tokenizer):
+    trainer = trainer_of(tokenizer, action="rollback")
+    wrong_temperature(trainer)
+    with pytest.raises(SamplerMismatch, match=r"after the rollback it is 0\.\d+: the sampler does not follow"):
+        trainer.step()
+
+
+def test_rollbacks_that_never_help_end_the_run(tokenizer):
+    trainer = trainer_of(tokenizer, action="rollback")
+    answers = iter([0.5, 0.0] * 3 + [0.5])
+    trainer._numerics.measure = lambda sampling: next(answers)
+    for _ in range(3):
+        trainer.step()
+    with pytest.raises(SamplerMismatch, match=r"up to 0\.5 nats.*; 3 rollbacks before it did not help"):
+        trainer.step()
+
+
+def test_nothing_of_a_refused_iteration_is_saved(tokenizer, tmp_path):
+    trainer = trainer_of(tokenizer, checkpoint_every=1)
+    trainer.step_ = trainer.step
+
+    def step():
+        if trainer.iteration == 1:
+            dropped_head(trainer)
+        return trainer.step_()
+
+    trainer.step = step
+    with CheckpointStore(tmp_path) as store:
+        with pytest.raises(SamplerMismatch, match=REFUSED):
+            run_loop(trainer, trainer.settings, iterations=3, checkpoints=store)
+        saved = store.load_latest()
+    assert saved is not None and saved["loop"]["iteration"] == 1

@@ -1,0 +1,127 @@
+"""The stage `export`: proofs of a run's models, and the mark on a version that is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from helpers.exports import in_this_process
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import BackendError, ExportMismatch, SettingsError
+from rl_core.models import causal_lm
+from rl_core.models.logprob_record import EVALUATED, TRAINED, TokenRecord, score, trained_records, write_records
+from rl_core.settings import ExportSettings, ModelSettings
+from rl_core.storage.manifest import digest_folder
+from tasks.config import StagesSettings, from_dict
+from tasks.pipeline.stage import StageContext, StageResult
+from tasks.stages import export
+from tasks.stages.promote import promote_version
+
+
+@pytest.fixture(scope="module")
+def trained():
+    tokenizer = train_tokenizer(["abc xyz"], 300)
+    return causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0), tokenizer
+
+
+@pytest.fixture
+def stage(tmp_path, trained, monkeypatch):
+    """The body on a policy that was trained, written and evaluated at temperature 0.7; `prove()` runs it."""
+    monkeypatch.setattr("rl_core.models.export_proof.fresh_logprobs", in_this_process)
+    model, tokenizer = trained
+    causal_lm.save(model, tokenizer, tmp_path / "policy" / "model")
+    write_records(tmp_path / "policy" / TRAINED, trained_records(model))
+    evaluated = score(model, [TokenRecord([1, 2, 3, 4], [2, 3], [], 0.7)])
+    (tmp_path / "evaluate").mkdir()
+    write_records(tmp_path / "evaluate" / EVALUATED, {"policy": evaluated})
+    (tmp_path / "export").mkdir()
+    tagged, logged = {}, {}
+    tracking = SimpleNamespace(tag_version=lambda name, version, tags: tagged.update({(name, version): tags}))
+    pipeline_run = SimpleNamespace(
+        registered_model="m", tracking=tracking, parent="parent",
+        models=SimpleNamespace(ensure_version=lambda result, tracker: 4),
+    )  # fmt: skip
+    tracker = SimpleNamespace(
+        log_metrics=lambda metrics, step: logged.update(metrics), progress=lambda *a: None, log_artifact=lambda *a: None
+    )
+    context = StageContext(
+        name="export", folder=tmp_path / "export", settings=ExportSettings(), pipeline_run=pipeline_run,
+        tracker=tracker, inputs={"evaluation": tmp_path / "evaluate"}, seed=0, fingerprint={}, stop=None,
+        pipeline=from_dict({"name": "t", "model": {"device": "cpu"}, "stages": {"sft": {}}}),
+    )  # fmt: skip
+    result = StageResult("policy", str(tmp_path / "policy"), "d", "k", False, 1.0, "r", {})
+
+    def prove():
+        return export._body(context, {"policy": result})
+
+    return SimpleNamespace(prove=prove, folder=tmp_path, tagged=tagged, logged=logged, run=pipeline_run)
+
+
+def test_a_proof_names_the_folder_and_has_both_figures(stage):
+    summary = stage.prove()
+    facts = json.loads((stage.folder / "export" / "export.json").read_text())["models"]["policy"]
+    assert facts["model_sha256"] == digest_folder(stage.folder / "policy" / "model")
+    assert 0 <= facts["trained"]["max"] < 1e-4 and 0 <= facts["evaluated"]["max"] < 1e-4
+    assert stage.logged["export/policy/evaluated_difference_max"] == facts["evaluated"]["max"]
+    assert summary["note"].startswith("loaded by transformers in a fresh process") and stage.tagged == {}
+
+
+def test_a_refused_model_marks_its_version(stage, trained):
+    _, tokenizer = trained
+    other = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 1)
+    causal_lm.save(other, tokenizer, stage.folder / "policy" / "model")
+    with pytest.raises(ExportMismatch, match=r"differ from the trained model's by up to \d") as refused:
+        stage.prove()
+    assert stage.tagged == {("m", 4): {"export.refused": str(refused.value)}}
+    assert not (stage.folder / "export" / "export.json").exists()
+
+    def away(result, tracker):
+        raise BackendError("the store is away")
+
+    stage.run.models.ensure_version = away
+    with pytest.raises(ExportMismatch, match="differ from the trained"):
+        stage.prove()
+
+
+def test_an_evaluation_of_another_model_is_told_from_training(stage):
+    path = stage.folder / "evaluate" / EVALUATED
+    rows = json.loads(path.read_text())
+    rows["policy"][0]["logprobs"][0] += 0.01
+    path.write_text(json.dumps(rows))
+    with pytest.raises(ExportMismatch, match=r"differ from the evaluated model's by up to 0\.01 nats"):
+        stage.prove()
+
+
+def test_a_model_without_any_record_is_not_proven(stage):
+    (stage.folder / "policy" / TRAINED).unlink()
+    (stage.folder / "evaluate" / EVALUATED).unlink()
+    with pytest.raises(ExportMismatch, match="has no record of log-probs"):
+        stage.prove()
+
+
+def test_it_comes_with_promote_and_cannot_be_left_out():
+    stages = {"sft": {}, "evaluate": {}, "promote": {}}
+    settings = from_dict({"name": "t", "stages": {**stages, "export": None}}).stages
+    assert settings.active == ("sft", "evaluate", "export", "promote") and settings.export == ExportSettings()
+    bounded = from_dict({"name": "t", "stages": {**stages, "export": {"bound": 0.1}}}).stages
+    assert bounded.export == ExportSettings(bound=0.1)
+    assert StagesSettings().export is None
+    assert from_dict({"name": "t", "stages": {"sft": {}, "evaluate": {}, "export": {}}}).stages.active[-1] == "export"
+    with pytest.raises(SettingsError, match=r"needs the log-probs of stages\.evaluate"):
+        from_dict({"name": "t", "stages": {"sft": {}, "export": {}}})
+
+
+def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
+    version = SimpleNamespace(version=2, tags={"export.refused": "its log-probs differ by 2 nats"})
+    registry = SimpleNamespace(champion=lambda name: None, version=lambda name, number: version)
+    monkeypatch.setattr("tasks.stages.promote.Tracking", lambda *a: SimpleNamespace(registry=registry))
+    settings = from_dict({"name": "t", "stages": {"sft": {}}})
+    with pytest.raises(ExportMismatch, match="version 2 of t is not promoted: its log-probs differ by 2 nats"):
+        promote_version(settings, 2)
+
+
+def test_dropped_weights_are_named(stage):
+    config = stage.folder / "policy" / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": False}))
+    with pytest.raises(ExportMismatch, match=r"first lm_head\.weight"):
+        stage.prove()
