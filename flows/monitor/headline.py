@@ -39,8 +39,13 @@ def _results(run: RunView) -> list[dict[str, str]]:
     promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
     if items and promote is not None:
         decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
-        items.append({"label": "champion", "value": decision, "sub": promote.note, "title": promote.note})
+        items.append({"label": "champion", "value": decision, "sub": _first_clause(promote.note), "title": promote.note})
     return items
+
+
+def _first_clause(note: str) -> str:
+    """Decision with its first reason; a tile has no room for all of them."""
+    return note.partition("; ")[0]
 
 
 def _now(stage: StageView) -> list[dict[str, str]]:

@@ -30,6 +30,9 @@ def test_a_finished_run_shows_results_and_the_decision():
         ("policy", "75.0%", "+25.0 points over sft"),
         ("champion", "promoted", "version 2 promoted"),
     ]
+    note = "version 2 of demo promoted: no champion yet; success 75% is at least 50%"
+    (decision,) = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)["items"][-1:]
+    assert (decision["sub"], decision["title"]) == ("version 2 of demo promoted: no champion yet", note)
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
         assert refused["items"][-1]["value"] == "not promoted"
