@@ -39,7 +39,8 @@ def _results(run: RunView) -> list[dict[str, str]]:
     promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
     if items and promote is not None:
         decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
-        items.append({"label": "champion", "value": decision, "sub": _first_clause(promote.note), "title": promote.note})
+        why = _first_clause(promote.note)
+        items.append({"label": "champion", "value": decision, "sub": why, "title": promote.note})
     return items
 
 

@@ -265,8 +265,7 @@ class Reader:
             self._tables.move_to_end(run_id)
             return kept[1]
         table = SeriesTable()
-        for row in self.store.metrics(run_id):
-            table.add(row)
+        table.extend(self.store.metrics(run_id))
         self._tables[run_id] = (seen, table)
         while len(self._tables) > 4 * LOADED:
             self._tables.popitem(last=False)

