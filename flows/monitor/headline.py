@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.monitor.charts import duration, number, percent, table
 from flows.monitor.choice import Runs
+from flows.monitor.metric_names import hint_of
 from flows.monitor.runs import RunView, StageView
 
 __all__ = ["alarms", "held_out", "settings_that_differ", "tiles"]
@@ -61,7 +62,9 @@ def _now(stage: StageView) -> list[dict[str, str]]:
         is_rate = name.endswith("_rate")
         change = f"{100 * (now - first):+.1f} points" if is_rate else f"{now - first:+.3g}"
         told = f"{change} since the start" if len(values) > _WINDOW else ""
-        items.append({"label": label, "value": percent(now) if is_rate else number(now), "sub": told, "title": name})
+        items.append(
+            {"label": label, "value": percent(now) if is_rate else number(now), "sub": told, "title": hint_of(name)}
+        )
     if stage.seconds_left is not None:
         items.append({"label": "left in this stage", "value": duration(stage.seconds_left), "sub": ""})
     return items

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.monitor.charts import COLOURS, NONE, number, percent, table
+from flows.monitor.charts import COLOURS, NONE, metric_cell, number, percent, table
 from flows.monitor.choice import Choice
 from flows.monitor.runs import StageView
 from flows.monitor.series import Series
@@ -25,7 +25,7 @@ def metric_table(stage: StageView, choice: Choice) -> dict[str, Any]:
             continue
         lean = slope(series, window)
         rows.append(
-            [name, number(series.last, 4), number(series.mean(window), 4),
+            [metric_cell(name), number(series.last, 4), number(series.mean(window), 4),
              NONE if lean is None else f"{lean:+.3g}", f"{series.count:,}"]
         )  # fmt: skip
     note = (

@@ -81,7 +81,7 @@ const shown = (spec, line) => !(hidden[spec.id] || new Set()).has(line.name);
 const drawChart = (e, spec) => {
   const [title, legend, plot] = e.children, root = plot.firstChild;
   if (!title.firstChild) title.append(html('b'), html('span'), html('a', 'pt-reset', 'reset zoom'));
-  set(title.children[0], spec.label || spec.title); title.children[0].title = spec.title; set(title.children[1], spec.unit || '');
+  set(title.children[0], spec.label || spec.title); title.children[0].title = spec.hint || spec.title; title.children[0].dataset.metric = spec.title; set(title.children[1], spec.unit || '');
   title.children[2].style.display = zoom[spec.id] ? '' : 'none';
   title.children[2].onclick = () => { delete zoom[spec.id]; drawChart(e, spec); };
   legend.classList.toggle('one', spec.lines.length > 1 && spec.lines.every(l => !l.quiet) && !!spec.compares);

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import NONE, duration, number, overlay, percent, table
+from flows.monitor.charts import NONE, duration, metric_cell, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
@@ -285,7 +285,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         blocks.append({"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts})
     once = [name for name in names if name not in curved]
     if once:
-        rows = [[name, *[_last(stage, name) for _, stage in pairs]] for name in once]
+        rows = [[metric_cell(name), *[_last(stage, name) for _, stage in pairs]] for name in once]
         heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
         blocks.append(table("single", "Measured once, or always the same", heads, rows))
     if pairs[0][1].table.series:

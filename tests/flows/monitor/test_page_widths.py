@@ -65,7 +65,9 @@ def test_an_address_opens_a_tab_that_is_in_the_menu_of_a_narrow_page(address):
 def test_an_address_names_stage_metrics_and_average(address):
     chosen = "tab=curves&stage=sft&metrics=train/loss&window=3"
     with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{chosen}") as page:
-        titles = "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.title).join()"
+        titles = (
+            "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.dataset.metric).join()"
+        )
         assert page.wait(f"{titles} == 'train/loss'")
         found = page.run("Object.fromEntries(new URLSearchParams(location.search))")
         assert found == {
