@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flows.monitor.metric_names import hint_of, label_of
+from flows.monitor.metric_names import hint_of, is_share, label_of
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series, moving_average, thin
 
@@ -22,6 +22,7 @@ __all__ = [
     "duration",
     "line",
     "marks",
+    "measured",
     "metric_cell",
     "number",
     "percent",
@@ -69,7 +70,8 @@ def unit_of(name: str) -> str:
     """Unit of a metric; "" = none."""
     if name in ("policy/entropy_coef", "policy/kl_coef"):
         return ""
-    return next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
+    known = next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
+    return known or ("share" if is_share(name) else "")
 
 
 def line(series: Series, name: str, colour: int, drawn: Drawn, start: float, *, dash: bool = False) -> dict[str, Any]:
@@ -257,6 +259,11 @@ def number(value: float | None, digits: int = 3) -> str:
     if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def measured(name: str, value: float | None, digits: int = 3) -> str:
+    """Value of a metric for display: shares as percentages."""
+    return percent(value) if unit_of(name) == "share" else number(value, digits)
 
 
 def metric_cell(name: str) -> str | dict[str, str]:

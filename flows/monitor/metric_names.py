@@ -7,7 +7,7 @@ import re
 
 from rl_core.analysis.metric_reference import GROUPS, Metric
 
-__all__ = ["hint_of", "label_of"]
+__all__ = ["hint_of", "is_share", "label_of"]
 
 _LABELS = {
     "train/success_rate": "Success in training",
@@ -101,12 +101,23 @@ _PATTERNS = [
 @functools.lru_cache(maxsize=4096)
 def hint_of(name: str) -> str:
     """Raw name, meaning and warning sign, for the mouse that rests on a name."""
-    exact, rows = _reference()
-    found = exact.get(name) or next((metric for pattern, metric in rows if pattern.fullmatch(name)), None)
+    found = _row_of(name)
     if found is None:
         return name
     worry = f"\nWorry: {found.worry}" if found.worry else ""
     return f"{name}: {found.meaning}{worry}"
+
+
+def is_share(name: str) -> bool:
+    """True = the metric reference has it between 0 and 1, a part of a whole."""
+    found = _row_of(name)
+    return found is not None and found.unit == "share"
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_of(name: str) -> Metric | None:
+    exact, rows = _reference()
+    return exact.get(name) or next((metric for pattern, metric in rows if pattern.fullmatch(name)), None)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import NONE, duration, metric_cell, number, overlay, percent, table
+from flows.monitor.charts import NONE, duration, measured, metric_cell, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
@@ -295,7 +295,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 def _last(stage: StageView, name: str) -> str:
     series = stage.table.series.get(name)
-    return number(series.last, 4) if series is not None else NONE
+    return measured(name, series.last, 4) if series is not None else NONE
 
 
 def _nothing(text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from flows.monitor.charts import metric_cell
+from flows.monitor.charts import measured, metric_cell
 from flows.monitor.headline import alarms, settings_that_differ, tiles
 from flows.monitor.metric_names import hint_of, label_of
 from flows.monitor.runs import RunView, StageView
@@ -81,3 +81,14 @@ def test_metrics_have_names_for_people_and_their_meaning_on_hover():
     assert hint_of("train/success_rate_by_level/easy").startswith("train/success_rate_by_level/easy: The same for one")
     assert hint_of("reward/correlation/a") != hint_of("reward/a") and hint_of("mine/x") == "mine/x"
     assert metric_cell("mine/x") == "mine/x" and metric_cell("reward/std")["t"] == "Spread of rewards"
+
+
+def test_shares_are_percentages_and_nothing_else_is():
+    shares = (
+        "train/success_rate",
+        "train/success_rate_by_level/easy",
+        "eval/policy/success_rate_low",
+        "tool/share/zoom",
+    )
+    assert [measured(name, 0.25) for name in shares] == ["25.0%"] * 4
+    assert [measured(name, 0.25) for name in ("reward/mean", "policy/entropy", "mine/x")] == ["0.250"] * 3

@@ -330,7 +330,7 @@ def test_every_metric_has_its_present_value_mean_and_slope(tmp_path):
     make_run(tmp_path)
     rows = {row[0]: row[1:] for row in texts(blocks_of(tmp_path, "curves", window=4)["present"])}
     # success is 0.2 i in the iterations 1 to 5: the newest 4 have mean 0.7, and rise by 0.2 a step
-    assert rows["Success in training"] == ["1.0000", "0.7000", "+0.2", "5"]
+    assert rows["Success in training"] == ["100.0%", "70.0%", "+20%", "5"]
     assert rows["Tool calls"] == ["1.0000", "1.0000", "+0", "5"] and len(rows) == 6
     assert not [name for name in rows if name.startswith("system/")]
 
