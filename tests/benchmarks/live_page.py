@@ -70,6 +70,7 @@ def main() -> None:
             found["fresh_server_s"] = painted(address)
             found["warm_server_s"] = painted(address)
             found["update_ms"] = updates(address)
+            print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
             found |= {"actions_ms": actions(address, options.pictures)}
     print(json.dumps(found, indent=1))
     if options.output:
@@ -217,8 +218,8 @@ def actions(address: str, pictures: Path | None) -> dict[str, float]:
             script = f"""(async () => {{
               const begun = performance.now();
               [...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == '{tab}').click();
-              const panel = document.querySelector('.pt-panel[data-tab={tab.lower()}]');
-              while (!panel.querySelector('.pt-block')) await new Promise(r => setTimeout(r, 5));
+              const at = '.pt-panel[data-tab={tab.lower()}] .pt-block';
+              while (![...document.querySelectorAll(at)].some(e => e.offsetParent)) await new Promise(r => setTimeout(r, 5));
               return performance.now() - begun;
             }})()"""
             took[tab.lower()] = round(page.run(script))
