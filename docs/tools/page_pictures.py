@@ -116,6 +116,7 @@ def picture(url: str, ready: str, top: str, size: tuple[int, int], dark: bool, p
     """One picture of the upper part of a page."""
     with Chromium("about:blank", size, dark) as page:
         page.call("Page.navigate", url=url)
+        page.wait("!!document.body", 30)
         page.wait(ready, 90)
         if top:
             page.run(f"document.querySelector({top!r}).scrollIntoView()")
