@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs"))
     parser.add_argument("--pictures", type=Path, default=ROOT / "tests/benchmarks/pictures")
     parser.add_argument("--only", default="", help="pages whose names begin so")
+    parser.add_argument("--quick", action="store_true", help="light at 1,400 px and dark at 420 px alone")
     options = parser.parse_args()
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
@@ -44,10 +45,13 @@ def main() -> None:
         for name, (url, ready, top) in pages(output, addresses).items():
             if name.startswith(options.only):
                 for size, pixels in SIZES.items():
-                    for dark in (False, True):
+                    for dark in (False, True) if not options.quick else (bool(size),):
                         path = options.pictures / f"{name}{size}{'_dark' if dark else ''}.png"
-                        picture(url, ready, top, pixels, dark, path)
-                        print(path.name, path.stat().st_size, flush=True)
+                        try:
+                            picture(url, ready, top, pixels, dark, path)
+                            print(path.name, path.stat().st_size, flush=True)
+                        except (TimeoutError, AssertionError) as error:
+                            print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
 
 
 def pages(output: Path, addresses: dict[str, str]) -> dict[str, tuple[str, str, str]]:

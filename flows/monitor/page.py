@@ -77,7 +77,8 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
 
         def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
             choice = _choice(*values)
-            changed, fingerprint = _offers(reader, choice, known)
+            with reader.lock:
+                changed, fingerprint = _offers(reader, choice, known)
             found = view(reader, choice, current) | {"address": _address(choice)}
             version = f"{found['version']} {choice.run}"
             if version == shown:
@@ -117,7 +118,10 @@ def _asked(reader: Reader, default: str) -> Any:
     """Event handler that chooses what the page's address names: run, comparison, stage, average, axis, metrics."""
 
     def asked(request: gr.Request) -> list[Any]:
-        named = {name: str(value) for name, value in dict(request.query_params).items()}
+        with reader.lock:
+            return named_by({name: str(value) for name, value in dict(request.query_params).items()})
+
+    def named_by(named: dict[str, str]) -> list[Any]:
         choices = _run_choices(reader)
         known = [identity for _, identity in choices]
         run = named.get("run", "")

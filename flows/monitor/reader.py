@@ -32,7 +32,7 @@ class Reader:
     def __init__(self, output: Path) -> None:
         self.output = output.absolute()
         self.store = MlflowStore(self.output / "mlflow" / "mlflow.db")
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held by readers of tables that a refresh may change
         self._parents: dict[Path, RunJournal] = {}
         self._stages: dict[Path, RunJournal] = {}
         self._tables: OrderedDict[str, tuple[tuple[str, float | None], SeriesTable]] = OrderedDict()  # from the store
@@ -46,7 +46,7 @@ class Reader:
 
     def runs(self) -> list[RunView]:
         """All runs, newest first, without metrics; runs without files come from MLflow's store."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
             if now - self._listed >= NEW_STAGE_SECONDS or not self._listed:
                 self._list, self._listed = self._find(), now
@@ -138,7 +138,7 @@ class Reader:
 
     def run(self, identity: str) -> RunView | None:
         """One run with its stages and metrics; "" = the newest. None if it does not exist (any more)."""
-        with self._lock:
+        with self.lock:
             head = next((view for view in self.runs() if identity in ("", view.id)), None)
             if head is None:
                 return None

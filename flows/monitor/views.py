@@ -43,6 +43,11 @@ ROUNDING = 1e-9  # relative differences below this are rounding
 
 def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     """{head, tab, blocks, version} for the browser; `version` changes with the blocks."""
+    with reader.lock:  # another page's view would add metrics to the tables meanwhile
+        return _view(reader, choice, tab)
+
+
+def _view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     run = reader.run(choice.run)
     if tab == SERVICE:
         return _finish(_no_head(reader) if run is None else _head(run), tab, service(reader.output))

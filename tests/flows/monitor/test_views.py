@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import threading
 
 import pytest
 from helpers.adapters import fakes
@@ -371,3 +372,18 @@ def test_without_shares_in_the_metrics_the_bars_are_those_of_recorded_episodes(t
         ("zoom", "75.0%"), ("(no tool understood)", "25.0%"),
     ]  # fmt: skip
     assert "reward shares" not in blocks_of(tmp_path, "rewards"), "one part has no shares"
+
+
+def test_tables_do_not_change_while_a_view_reads_them(tmp_path, monkeypatch):
+    make_run(tmp_path)
+    reader, free = Reader(tmp_path), []
+
+    def overview(*_):
+        other = threading.Thread(target=lambda: free.append(reader.lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return []
+
+    monkeypatch.setitem(TABS, "overview", overview)
+    view(reader, Choice(), "overview")
+    assert free == [False]
