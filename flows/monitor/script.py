@@ -123,7 +123,7 @@ const drawChart = (e, spec) => {
   let free = -Infinity;
   for (const m of spec.marks || []) if (m.x >= x0 && m.x <= x1) {
     body.append(svg('line', {x1: X(m.x), x2: X(m.x), y1: T, y2: H - B, class: 'pt-mark ' + (m.kind || '')}));
-    const room = m.label.length * 5.8 + 8, left = X(m.x) + room > width - R;
+    const room = m.label.length * 6.6 + 12, left = X(m.x) + room > width - R;
     const start = left ? X(m.x) - room : X(m.x) - 3;
     if (start >= free) { parts.push(svg('text', {x: left ? X(m.x) : X(m.x) - 3, y: T - 6, 'text-anchor': left ? 'end' : 'start', class: 'pt-mark-label'}, m.label)); free = start + room; }
   }
