@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from flows.monitor.charts import NONE, Drawn, apart, chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.charts import (
+    NONE,
+    Drawn,
+    apart,
+    chart,
+    family,
+    line,
+    marks,
+    measured,
+    number,
+    overlay,
+    percent,
+    table,
+)
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, replay_name, reward_parts, tool_table
 from flows.monitor.present_views import reward_shares, tool_bars
@@ -98,7 +111,7 @@ def _reward_tiles(stage: StageView) -> dict[str, Any]:
         ("reward/masked_rate", "masked rollouts", "no reward could be computed"),
     )
     items = [
-        {"label": label, "value": number(series[name].mean(10)), "sub": sub}
+        {"label": label, "value": measured(name, series[name].mean(10)), "sub": sub}
         for name, label, sub in wanted
         if name in series
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flows.monitor.metric_names import label_of
+from flows.monitor.metric_names import hint_of, is_share, label_of
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series, moving_average, thin
 
@@ -22,10 +22,11 @@ __all__ = [
     "duration",
     "line",
     "marks",
+    "measured",
+    "metric_cell",
     "number",
     "percent",
     "table",
-    "title_of",
     "unit_of",
 ]
 
@@ -65,16 +66,12 @@ class Drawn:
         return Drawn(1, self.by_time) if plain else self
 
 
-def title_of(name: str) -> str:
-    """Chart title of a metric."""
-    return name
-
-
 def unit_of(name: str) -> str:
     """Unit of a metric; "" = none."""
     if name in ("policy/entropy_coef", "policy/kl_coef"):
         return ""
-    return next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
+    known = next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
+    return known or ("share" if is_share(name) else "")
 
 
 def line(series: Series, name: str, colour: int, drawn: Drawn, start: float, *, dash: bool = False) -> dict[str, Any]:
@@ -123,6 +120,8 @@ def chart(
     found: dict[str, Any] = {"id": identity, "title": title, "unit": unit, "x": axis, "lines": list(lines)}
     if (label := label_of(title)) != title:
         found["label"] = label
+    if (hint := hint_of(title)) != title:
+        found["hint"] = hint
     if unit == "share":  # drawn as percent
         found |= {"unit": "", "percent": True}
     if span is not None:
@@ -168,13 +167,15 @@ def overlay(
     for index, (run, stage) in enumerate(runs):
         series = stage.table.series.get(name)
         if series is not None:
-            label = name.rpartition("/")[2] if len(runs) == 1 else short_name(run, runs[0][0])
-            lines.append(line(series, label, index, drawn.of(name), run.started))
+            found = line(series, short_name(run, runs[0][0]), index, drawn.of(name), run.started)
+            if len(runs) == 1:  # the title names the metric
+                found["name"] = f"mean of {drawn.of(name).window}" if "avg" in found else "now"
+            lines.append(found)
     run, stage = runs[0]
     moves = marks(stage, drawn, run.started)
     identity = f"{stage.label}:{name}:{'t' if drawn.by_time else 's'}"
-    found = chart(identity, title_of(name), lines, drawn, unit=unit_of(name), x=x_name(stage), span=span, moves=moves)
-    return found | ({"compares": True} if len(runs) > 1 else {})
+    drawn_chart = chart(identity, name, lines, drawn, unit=unit_of(name), x=x_name(stage), span=span, moves=moves)
+    return drawn_chart | ({"compares": True} if len(runs) > 1 else {})
 
 
 def short_name(run: RunView, beside: RunView) -> str:
@@ -258,6 +259,17 @@ def number(value: float | None, digits: int = 3) -> str:
     if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def measured(name: str, value: float | None, digits: int = 3) -> str:
+    """Value of a metric for display: shares as percentages."""
+    return percent(value) if unit_of(name) == "share" else number(value, digits)
+
+
+def metric_cell(name: str) -> str | dict[str, str]:
+    """Cell of a table that names a metric for people."""
+    label, hint = label_of(name), hint_of(name)
+    return name if label == hint else {"t": label, "title": hint}
 
 
 def percent(value: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.monitor.charts import duration, number, percent, table
 from flows.monitor.choice import Runs
+from flows.monitor.metric_names import hint_of
 from flows.monitor.runs import RunView, StageView
 
 __all__ = ["alarms", "held_out", "settings_that_differ", "tiles"]
@@ -39,8 +40,14 @@ def _results(run: RunView) -> list[dict[str, str]]:
     promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
     if items and promote is not None:
         decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
-        items.append({"label": "champion", "value": decision, "sub": promote.note, "title": promote.note})
+        why = _first_clause(promote.note)
+        items.append({"label": "champion", "value": decision, "sub": why, "title": promote.note})
     return items
+
+
+def _first_clause(note: str) -> str:
+    """Decision with its first reason; a tile has no room for all of them."""
+    return note.partition("; ")[0]
 
 
 def _now(stage: StageView) -> list[dict[str, str]]:
@@ -55,7 +62,9 @@ def _now(stage: StageView) -> list[dict[str, str]]:
         is_rate = name.endswith("_rate")
         change = f"{100 * (now - first):+.1f} points" if is_rate else f"{now - first:+.3g}"
         told = f"{change} since the start" if len(values) > _WINDOW else ""
-        items.append({"label": label, "value": percent(now) if is_rate else number(now), "sub": told, "title": name})
+        items.append(
+            {"label": label, "value": percent(now) if is_rate else number(now), "sub": told, "title": hint_of(name)}
+        )
     if stage.seconds_left is not None:
         items.append({"label": "left in this stage", "value": duration(stage.seconds_left), "sub": ""})
     return items

@@ -15,6 +15,7 @@ from flows.monitor.agent_views import OUTCOMES
 from flows.monitor.choice import Choice
 from flows.monitor.episodes import episode_files
 from flows.monitor.reader import Reader
+from flows.monitor.runs import RunView
 from flows.monitor.views import TAB_NAMES, prefixes, view
 
 __all__ = ["REFRESH_SECONDS", "build_page"]
@@ -63,7 +64,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
                             )  # fmt: skip
                     if name == "trajectories":
                         with gr.Row():
-                            extra["source"] = gr.Dropdown([], value=None, label="Trajectories of", scale=3)
+                            extra["source"] = gr.Dropdown([], value=None, label="Trajectories of", scale=3, **_ANY)
                             extra["outcome"] = gr.Radio(list(OUTCOMES), value="all", label="Show", scale=2)
                     gr.HTML(
                         "", html_template=_PANEL.format(tab=name), apply_default_css=False,
@@ -77,7 +78,8 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
 
         def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
             choice = _choice(*values)
-            changed, fingerprint = _offers(reader, choice, known)
+            with reader.lock:
+                changed, fingerprint = _offers(reader, choice, known)
             found = view(reader, choice, current) | {"address": _address(choice)}
             version = f"{found['version']} {choice.run}"
             if version == shown:
@@ -117,7 +119,10 @@ def _asked(reader: Reader, default: str) -> Any:
     """Event handler that chooses what the page's address names: run, comparison, stage, average, axis, metrics."""
 
     def asked(request: gr.Request) -> list[Any]:
-        named = {name: str(value) for name, value in dict(request.query_params).items()}
+        with reader.lock:
+            return named_by({name: str(value) for name, value in dict(request.query_params).items()})
+
+    def named_by(named: dict[str, str]) -> list[Any]:
         choices = _run_choices(reader)
         known = [identity for _, identity in choices]
         run = named.get("run", "")
@@ -208,10 +213,15 @@ def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]
         gr.Dropdown(choices=choices),
         _offered(others, compared, list(choice.compare)),
         _offered(_stage_choices(labels), choice.stage if choice.stage in labels else _FOLLOW, choice.stage),
-        gr.CheckboxGroup(choices=[(f"{name}/ ({len(found)})", name) for name, found in grouped.items()], value=groups),
+        gr.CheckboxGroup(choices=[(f"{n}/ ({len(grouped.get(n, ()))})", n) for n in _groups(run)], value=groups),
         _offered(names, pinned, list(choice.metrics)),
         gr.Dropdown(choices=files, value=chosen),
     ], fingerprint
+
+
+def _groups(run: RunView | None) -> list[str]:
+    """Groups of metrics of all stages: Gradio refuses a question under way that names one no longer offered."""
+    return sorted({name for stage in run.stages for name in prefixes(run, stage.label)}) if run is not None else []
 
 
 def _offered(choices: list[Any], value: Any, present: Any) -> Any:

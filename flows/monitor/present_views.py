@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.monitor.charts import COLOURS, NONE, number, percent, table
+from flows.monitor.charts import COLOURS, NONE, measured, metric_cell, number, percent, table, unit_of
 from flows.monitor.choice import Choice
 from flows.monitor.runs import StageView
 from flows.monitor.series import Series
@@ -24,10 +24,9 @@ def metric_table(stage: StageView, choice: Choice) -> dict[str, Any]:
         if name.startswith("system/"):
             continue
         lean = slope(series, window)
-        rows.append(
-            [name, number(series.last, 4), number(series.mean(window), 4),
-             NONE if lean is None else f"{lean:+.3g}", f"{series.count:,}"]
-        )  # fmt: skip
+        steep = NONE if lean is None else f"{100 * lean:+.3g}%" if unit_of(name) == "share" else f"{lean:+.3g}"
+        now, mean = measured(name, series.last, 4), measured(name, series.mean(window), 4)
+        rows.append([metric_cell(name), now, mean, steep, f"{series.count:,}"])
     note = (
         f"Mean and slope are over the newest {window} observations of each metric; the slope is least squares, per "
         "step of the optimizer. Metrics with fewer than two steps have none."

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 from flows.monitor.runs import RunJournal, RunView, StageView, answered, judge, seconds_left
 from flows.monitor.series import SeriesTable
@@ -31,7 +32,7 @@ class Reader:
     def __init__(self, output: Path) -> None:
         self.output = output.absolute()
         self.store = MlflowStore(self.output / "mlflow" / "mlflow.db")
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held by readers of tables that a refresh may change
         self._parents: dict[Path, RunJournal] = {}
         self._stages: dict[Path, RunJournal] = {}
         self._tables: OrderedDict[str, tuple[tuple[str, float | None], SeriesTable]] = OrderedDict()  # from the store
@@ -45,7 +46,7 @@ class Reader:
 
     def runs(self) -> list[RunView]:
         """All runs, newest first, without metrics; runs without files come from MLflow's store."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
             if now - self._listed >= NEW_STAGE_SECONDS or not self._listed:
                 self._list, self._listed = self._find(), now
@@ -57,15 +58,16 @@ class Reader:
         for home in _folders(self.output):
             stages = [path for name in _folders(home / "stages") for path in _folders(name) if _is_journal(path)]
             for path in stages:
-                self._stages.setdefault(path, RunJournal(path)).events.refresh()
+                _journal(self._stages, path).events.refresh()
             present |= set(stages)
             self._nest(home, stages)
+            record, written = read_json(home / "run.json"), _written(home / "run.json")
             for path in _folders(home / "runs"):
                 present.add(path)
-                journal = self._parents.setdefault(path, RunJournal(path))
+                journal = _journal(self._parents, path)
                 journal.events.refresh()
                 if journal.events.started:
-                    found.append(self._head(home, journal))
+                    found.append(self._head(home, journal, record, written))
         for known in (self._parents, self._stages):
             for path in [path for path in known if path not in present]:
                 del known[path]
@@ -73,16 +75,17 @@ class Reader:
         found += [_stored_head(run) for run in self.store.runs() if run.parent is None and run.run_id not in local]
         return sorted(found, key=lambda view: view.started, reverse=True)
 
-    def _head(self, home: Path, journal: RunJournal) -> RunView:
-        """A run without its stages."""
+    def _head(self, home: Path, journal: RunJournal, record: dict[str, Any], written: float) -> RunView:
+        """A run without its stages.
+
+        record, written: run.json of the pipeline and the time of its last change.
+        """
         events = journal.events
-        record = read_json(home / "run.json")
         started_text = events.name.rpartition(" · ")[2] or journal.folder.name
         if record.get("started") != started_text:
             record = {}  # describes a later run
-        written = _written(home / "run.json")
-        members = self._members(journal)
-        modified = max(max(found.modified, _written(found.tail.path)) for found in (journal, *members))
+        signs = (journal, *(() if events.status else self._members(journal)))  # of one that is over, its own end
+        modified = max(max(found.modified, _written(found.tail.path)) for found in signs)
         status, why = judge(events, record, written, modified)
         shipped = read_json(journal.folder / ".tracking" / "shipped.json")
         answer = read_json(journal.folder / "run.json").get("answer")
@@ -135,7 +138,7 @@ class Reader:
 
     def run(self, identity: str) -> RunView | None:
         """One run with its stages and metrics; "" = the newest. None if it does not exist (any more)."""
-        with self._lock:
+        with self.lock:
             head = next((view for view in self.runs() if identity in ("", view.id)), None)
             if head is None:
                 return None
@@ -168,8 +171,12 @@ class Reader:
         parent.refresh_metrics()
         view.system = parent.table
         view.stages = []
-        members = {_key_of(journal): journal for journal in self._stages.values() if self._in(journal, home)}
-        by_run = {read_json(j.folder / ".tracking" / "shipped.json").get("run_id"): j for j in members.values()}
+        folder = self.output / home
+        everyone = [journal for (at, _), found in self._nested.items() if at == folder for journal in found]
+        members = {_key_of(journal): journal for journal in everyone}
+        by_run: dict[Any, RunJournal] = {}
+        if any(origin not in members for _, origin in parent.events.cached.values()):
+            by_run = {read_json(j.folder / ".tracking" / "shipped.json").get("run_id"): j for j in everyone}
         placed: list[tuple[float, StageView]] = []
         for journal in self._members(parent):
             placed.append((journal.events.started, self._stage_view(view, journal, "")))
@@ -185,9 +192,6 @@ class Reader:
         to_come = [name for name in _planned(view, parent.events.params) if name not in known]
         view.stages += [StageView(name, "not run" if view.is_over else "waiting") for name in to_come]
         return view
-
-    def _in(self, journal: RunJournal, home: str) -> bool:
-        return journal.folder.parent.parent.parent == self.output / home
 
     def _stage_view(self, run: RunView, journal: RunJournal, cached_as: str) -> StageView:
         journal.refresh_metrics()
@@ -265,8 +269,7 @@ class Reader:
             self._tables.move_to_end(run_id)
             return kept[1]
         table = SeriesTable()
-        for row in self.store.metrics(run_id):
-            table.add(row)
+        table.extend(self.store.metrics(run_id))
         self._tables[run_id] = (seen, table)
         while len(self._tables) > 4 * LOADED:
             self._tables.popitem(last=False)
@@ -310,6 +313,14 @@ def _written(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _journal(known: dict[Path, RunJournal], path: Path) -> RunJournal:
+    """The folder's journal, made where it is not known yet."""
+    found = known.get(path)
+    if found is None:
+        found = known[path] = RunJournal(path)
+    return found
 
 
 def _is_journal(path: Path) -> bool:

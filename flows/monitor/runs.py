@@ -100,8 +100,7 @@ class RunJournal:
         rows = self.tail.read()
         if self.tail.restarts != self._restarts:
             self.table, self._restarts = SeriesTable(), self.tail.restarts
-        for row in rows:
-            self.table.add(row)
+        self.table.extend(rows)
 
     @property
     def modified(self) -> float:

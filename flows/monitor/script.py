@@ -81,7 +81,7 @@ const shown = (spec, line) => !(hidden[spec.id] || new Set()).has(line.name);
 const drawChart = (e, spec) => {
   const [title, legend, plot] = e.children, root = plot.firstChild;
   if (!title.firstChild) title.append(html('b'), html('span'), html('a', 'pt-reset', 'reset zoom'));
-  set(title.children[0], spec.label || spec.title); title.children[0].title = spec.title; set(title.children[1], spec.unit || '');
+  set(title.children[0], spec.label || spec.title); title.children[0].title = spec.hint || spec.title; title.children[0].dataset.metric = spec.title; set(title.children[1], spec.unit || '');
   title.children[2].style.display = zoom[spec.id] ? '' : 'none';
   title.children[2].onclick = () => { delete zoom[spec.id]; drawChart(e, spec); };
   legend.classList.toggle('one', spec.lines.length > 1 && spec.lines.every(l => !l.quiet) && !!spec.compares);
@@ -123,7 +123,7 @@ const drawChart = (e, spec) => {
   let free = -Infinity;
   for (const m of spec.marks || []) if (m.x >= x0 && m.x <= x1) {
     body.append(svg('line', {x1: X(m.x), x2: X(m.x), y1: T, y2: H - B, class: 'pt-mark ' + (m.kind || '')}));
-    const room = m.label.length * 5.8 + 8, left = X(m.x) + room > width - R;
+    const room = m.label.length * 6.6 + 12, left = X(m.x) + room > width - R;
     const start = left ? X(m.x) - room : X(m.x) - 3;
     if (start >= free) { parts.push(svg('text', {x: left ? X(m.x) : X(m.x) - 3, y: T - 6, 'text-anchor': left ? 'end' : 'start', class: 'pt-mark-label'}, m.label)); free = start + room; }
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,21 +25,31 @@ class Series:
         self.last = math.nan  # latest value, never averaged
         self.last_step = 0.0
         self._steps, self._times, self._values = array("d"), array("d"), array("d")
-        self._open: list[tuple[float, float, float]] = []  # observations of the incomplete point
+        self._open = (np.empty(0), np.empty(0), np.empty(0))  # observations of the incomplete point
 
     def add(self, step: float, time_s: float, value: float) -> None:
         """Append one observation; `time_s` in seconds since the epoch."""
-        self.count += 1
-        self.last, self.last_step = value, step
-        self._open.append((step, time_s, value))
-        if len(self._open) < self.stride:
+        self.extend(np.array([step]), np.array([time_s]), np.array([value]))
+
+    def extend(self, steps: np.ndarray, times_s: np.ndarray, values: np.ndarray) -> None:
+        """Append observations, float64 [n] each: the same points as one after another."""
+        if not len(values):
             return
-        rows, self._open = self._open, []
-        self._steps.append(step)  # a merged point stands at its newest step
-        self._times.append(time_s)
-        self._values.append(math.fsum(row[2] for row in rows) / len(rows))
-        if len(self._values) >= 2 * self.limit:
-            self._merge()
+        self.count += len(values)
+        self.last, self.last_step = float(values[-1]), float(steps[-1])
+        steps, times_s, values = (
+            np.concatenate([kept, new]) for kept, new in zip(self._open, (steps, times_s, values), strict=True)
+        )
+        while points := min(len(values) // self.stride, 2 * self.limit - len(self._values)):
+            used = points * self.stride
+            ends = slice(self.stride - 1, used, self.stride)  # a merged point stands at its newest step
+            self._steps.frombytes(steps[ends].tobytes())
+            self._times.frombytes(times_s[ends].tobytes())
+            self._values.frombytes(values[:used].reshape(points, self.stride).mean(axis=1).tobytes())
+            steps, times_s, values = steps[used:], times_s[used:], values[used:]
+            if len(self._values) >= 2 * self.limit:
+                self._merge()
+        self._open = (steps, times_s, values)
 
     def _merge(self) -> None:
         """Halve the points: pairs become their mean."""
@@ -50,10 +60,10 @@ class Series:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """float64 [n] steps, times in seconds, values; the incomplete point comes last."""
-        rows = self._open
-        tail = [[rows[-1][0]], [rows[-1][1]], [math.fsum(row[2] for row in rows) / len(rows)]] if rows else [[], [], []]
+        steps, times, values = self._open
+        tail = (steps[-1:], times[-1:], values.mean(keepdims=True) if len(values) else values)
         kept = (self._steps, self._times, self._values)
-        return tuple(np.array([*part, *end]) for part, end in zip(kept, tail, strict=True))  # type: ignore[return-value]
+        return tuple(np.concatenate([np.frombuffer(part), end]) for part, end in zip(kept, tail, strict=True))  # type: ignore[return-value]
 
     def mean(self, window: int) -> float:
         """Mean of the latest `window` observations, at the stored resolution; NaN without any."""
@@ -72,25 +82,58 @@ class SeriesTable:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}."""
-        metrics = row.get("metrics")
-        try:
-            step, time_s = float(row["step"]), float(row["time"]) / 1000
-        except (KeyError, TypeError, ValueError):
-            return
-        if not isinstance(metrics, dict):
-            return
-        self.version += 1
-        for name, value in metrics.items():
+        self.extend([row])
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Lines of metrics.jsonl, metric by metric: a long journal has a million values."""
+        steps: list[float] = []
+        times: list[float] = []
+        columns: dict[str, tuple[list[int], list[Any]]] = {}
+        for row in rows:
+            metrics = row.get("metrics")
             try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = math.nan
-            if not math.isfinite(number):
-                self.num_nonfinite += 1
-            elif name in self.series or len(self.series) < NAMES:
-                self.series.setdefault(name, Series()).add(step, time_s, number)
+                step, time_s = float(row["step"]), float(row["time"]) / 1000
+            except (KeyError, TypeError, ValueError):
+                continue
+            if not isinstance(metrics, dict):
+                continue
+            for name, value in metrics.items():
+                column = columns.get(name)
+                if column is None:
+                    column = columns[name] = ([], [])
+                column[0].append(len(steps))
+                column[1].append(value)
+            steps.append(step)
+            times.append(time_s)
+        self.version += len(steps)
+        all_steps, all_times = np.array(steps), np.array(times)
+        for name, (places, found) in columns.items():
+            values = _numbers(found)
+            finite = np.isfinite(values)
+            at = np.array(places)[finite]
+            self.num_nonfinite += len(found) - len(at)
+            if name in self.series or (len(at) and len(self.series) < NAMES):
+                self.series.setdefault(name, Series()).extend(all_steps[at], all_times[at], values[finite])
             else:
-                self.num_left_out += 1
+                self.num_left_out += len(at)
+
+
+def _numbers(values: Sequence[Any]) -> np.ndarray:
+    """float64 [n]; NaN for what is no number."""
+    try:
+        found = np.array(values, dtype=np.float64)
+        if found.ndim == 1:
+            return found
+    except (TypeError, ValueError):
+        pass
+    return np.array([_number(value) for value in values])
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:

@@ -184,6 +184,7 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
             print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops the page; runs continue", flush=True)
 
     threading.Thread(target=announce, daemon=True).start()
+    threading.Thread(target=reader.run, args=(chosen,), daemon=True).start()  # before a browser asks for it
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
         server.run()
     print("\nstopped", flush=True)

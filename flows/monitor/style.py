@@ -35,8 +35,7 @@ background:var(--pt-tint);color:var(--pt-faint);white-space:nowrap}
 .pt-faint{color:var(--pt-faint)}
 .pt-tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px}
 .pt-tile{background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:9px 13px;min-width:0}
-.pt-tile span,.pt-tile small{display:block;color:var(--pt-faint);font-size:12.5px;white-space:nowrap;overflow:hidden;
-text-overflow:ellipsis}
+.pt-tile span,.pt-tile small{display:block;color:var(--pt-faint);font-size:12.5px;overflow-wrap:anywhere}
 .pt-tile b{font-size:20px;font-weight:600;white-space:nowrap}
 .pt-charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:12px}
 .pt-charts.even{grid-template-columns:repeat(auto-fit,minmax(max(400px,40%),1fr))}

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import NONE, duration, number, overlay, percent, table
+from flows.monitor.charts import NONE, duration, measured, metric_cell, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
@@ -43,6 +43,11 @@ ROUNDING = 1e-9  # relative differences below this are rounding
 
 def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     """{head, tab, blocks, version} for the browser; `version` changes with the blocks."""
+    with reader.lock:  # another page's view would add metrics to the tables meanwhile
+        return _view(reader, choice, tab)
+
+
+def _view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
     run = reader.run(choice.run)
     if tab == SERVICE:
         return _finish(_no_head(reader) if run is None else _head(run), tab, service(reader.output))
@@ -285,7 +290,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         blocks.append({"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts})
     once = [name for name in names if name not in curved]
     if once:
-        rows = [[name, *[_last(stage, name) for _, stage in pairs]] for name in once]
+        rows = [[metric_cell(name), *[_last(stage, name) for _, stage in pairs]] for name in once]
         heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
         blocks.append(table("single", "Measured once, or always the same", heads, rows))
     if pairs[0][1].table.series:
@@ -295,7 +300,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 def _last(stage: StageView, name: str) -> str:
     series = stage.table.series.get(name)
-    return number(series.last, 4) if series is not None else NONE
+    return measured(name, series.last, 4) if series is not None else NONE
 
 
 def _nothing(text: str) -> dict[str, Any]:

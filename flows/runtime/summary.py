@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.stage_registry import training_stages
-from tasks.tracking import result_text
+from tasks.tracking import MAX_RESULT, result_text
 
 if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
@@ -156,10 +156,13 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One-line summary: success of the trained models, and the gate's decision."""
-    parts = [f"{row.get('model') or row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
-    parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
-    return result_text("; ".join(parts or [str(row["note"]) for row in rows[-1:]]))
+    """One-line summary: success of the trained models, and the gate's decision, which is cut last."""
+    known = [row for row in rows if row.get("success") is not None]
+    rates = "; ".join(f"{row.get('model') or row['stage']} {_rate(row)}" for row in known)
+    decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
+    if rates and decision:
+        rates = result_text(rates, max(MAX_RESULT // 3, MAX_RESULT - len(decision) - 2))
+    return result_text("; ".join(filter(None, (rates, decision))) or "".join(str(row["note"]) for row in rows[-1:]))
 
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:

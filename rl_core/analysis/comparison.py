@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any
 
@@ -43,6 +43,7 @@ class Comparison:
     improvements: list[EpisodeRef]
     only_first: int  # episodes missing for the second, or with another prompt or target
     only_second: int
+    measures: dict[str, Difference] = field(default_factory=dict)  # of those that an episode has, by name
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict."""
@@ -65,6 +66,7 @@ class Comparison:
             "improvements": [ref(episode) for episode in self.improvements],
             "only_first": self.only_first,
             "only_second": self.only_second,
+            "measures": {name: difference._asdict() for name, difference in self.measures.items()},
         }
 
 
@@ -97,7 +99,7 @@ def compare_models(
         first=names[first],
         second=names[second],
         total=summed,
-        reward=_mean_difference(pairs, confidence),
+        reward=_mean_difference(pairs.episodes, pairs.reward_sum, pairs.reward_squares, confidence),
         by_level=[row(name, group) for name, group in index.pairs(first, second, "level").items()],
         by_kind=[row(name, group) for name, group in index.pairs(first, second, "kind").items()],
         p_value=sign_test(summed.wins, summed.losses),
@@ -105,18 +107,21 @@ def compare_models(
         improvements=index.changed((first, second), worse=False, limit=REGRESSIONS),
         only_first=index.episodes(first) - pairs.episodes,
         only_second=index.episodes(second) - pairs.episodes,
+        measures={
+            name: _mean_difference(found.episodes, found.total, found.squares, confidence)
+            for name, found in index.paired_measures(first, second).items()
+        },
     )
 
 
-def _mean_difference(pairs: PairCounts, confidence: float) -> Difference:
-    """Mean difference of rewards with the normal interval mean +- z s / sqrt(n), s the std over episodes.
+def _mean_difference(n: int, total: float, squares: float, confidence: float) -> Difference:
+    """Mean of n paired differences with the normal interval mean +- z s / sqrt(n), s the std over episodes.
 
-    Rewards are continuous, so a bootstrap would have to hold them all; this needs only their sum and sum of squares.
+    A bootstrap would have to hold all of them; this needs only their sum and sum of squares.
     """
-    n = pairs.episodes
-    mean = pairs.reward_sum / n
+    mean = total / n
     if n < 2:
         return Difference(mean, mean, mean)
-    variance = max(0.0, pairs.reward_squares - n * mean * mean) / (n - 1)
+    variance = max(0.0, squares - n * mean * mean) / (n - 1)
     half = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(variance / n)
     return Difference(mean, mean - half, mean + half)

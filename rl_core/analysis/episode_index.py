@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
+from rl_core.analysis.glossary import DIRECTIONS
 from rl_core.analysis.statistics import Rate, pass_at_k, rate_from_sums
 from rl_core.errors import DataError
 from rl_core.types import Trajectory
 
-__all__ = ["EpisodeIndex", "EpisodeRef", "PairCounts"]
+__all__ = ["EpisodeIndex", "EpisodeRef", "PairCounts", "PairedMeasure"]
 
-_SCHEMA = """
+_MEASURES = tuple(DIRECTIONS)
+_SCHEMA = f"""
 CREATE TABLE episode (
     place INTEGER,      -- number of (environment, level)
     seed INTEGER,
@@ -30,6 +32,7 @@ CREATE TABLE episode (
     successes INTEGER,
     reward REAL,        -- sum over the samples
     offset INTEGER,     -- of the first sample's line
+    {", ".join(f"{name} REAL" for name in _MEASURES)},  -- sums over the samples; NULL where one of them has none
     PRIMARY KEY (place, seed, model)
 ) WITHOUT ROWID
 """
@@ -71,6 +74,15 @@ class PairCounts:
         return sum(self.counts)
 
 
+@dataclass(frozen=True, slots=True)
+class PairedMeasure:
+    """Sums of paired differences (b - a) of one measure over the episodes on which both models have it."""
+
+    episodes: int
+    total: float
+    squares: float
+
+
 class EpisodeIndex:
     """Index of episode outcomes: add trajectories model by model, then query. A context manager."""
 
@@ -83,7 +95,7 @@ class EpisodeIndex:
         self._db.execute("BEGIN")
         self._places: dict[tuple[str, str], int] = {}
         self._kinds: dict[str, int] = {}
-        self._pending: list[tuple[int | float, ...]] = []
+        self._pending: list[tuple[int | float | None, ...]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -91,8 +103,15 @@ class EpisodeIndex:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._db.close()
 
-    def add(self, model: int, trajectory: Trajectory, offset: int) -> None:
-        """Add one trajectory of one model; `offset`: start of its line in bytes."""
+    def add(
+        self, model: int, trajectory: Trajectory, offset: int, measures: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Add one trajectory of one model.
+
+        Args:
+            offset: start of its line in bytes.
+            measures: of `Summary.add`; None = not to be compared.
+        """
         place = self._places.setdefault((trajectory.environment, trajectory.level), len(self._places))
         kind = self._kinds.setdefault(trajectory.kind, len(self._kinds))
         if max(place, kind) >= MAX_GROUPS:
@@ -100,18 +119,20 @@ class EpisodeIndex:
                 f"more than {MAX_GROUPS} different levels or kinds of question; check the fields 'level' and 'kind'"
             )
         digest = zlib.crc32(f"{trajectory.prompt}\0{trajectory.target}".encode("utf-8", "surrogatepass"))
+        known = measures or {}
         self._pending.append(
-            (place, trajectory.seed, model, kind, digest, int(trajectory.success), trajectory.reward, offset)
-        )
+            (place, trajectory.seed, model, kind, digest, int(trajectory.success), trajectory.reward, offset,
+             *(known.get(name) for name in _MEASURES))
+        )  # fmt: skip
         if len(self._pending) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
         """Write pending rows; called by every query."""
         self._db.executemany(
-            """INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?)
+            f"""INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?{", ?" * len(_MEASURES)})
             ON CONFLICT DO UPDATE SET samples = samples + 1, successes = successes + excluded.successes,
-            reward = reward + excluded.reward""",
+            reward = reward + excluded.reward, {", ".join(f"{n} = {n} + excluded.{n}" for n in _MEASURES)}""",
             self._pending,
         )
         self._pending.clear()
@@ -174,6 +195,15 @@ class EpisodeIndex:
                 [*old.values, value], [*old.counts, count], old.reward_sum + reward, old.reward_squares + squares
             )
         return found
+
+    def paired_measures(self, a: int, b: int) -> dict[str, PairedMeasure]:
+        """Differences b - a of the measures on common episodes; those that no episode of both has are left out."""
+        self.flush()
+        differences = [f"(b.{name} / b.samples - a.{name} / a.samples)" for name in _MEASURES]
+        sums = ", ".join(f"COUNT({d}), SUM({d}), SUM({d} * {d})" for d in differences)
+        row = self._db.execute(f"SELECT {sums} {_JOIN}", (a, b)).fetchone()
+        found = zip(_MEASURES, row[::3], row[1::3], row[2::3], strict=True)
+        return {name: PairedMeasure(count, total, squares) for name, count, total, squares in found if count}
 
     def changed(self, models: Sequence[int], *, worse: bool, limit: int) -> list[EpisodeRef]:
         """Common episodes on which the last model is worse (or better) than the first.

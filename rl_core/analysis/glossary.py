@@ -1,6 +1,6 @@
 """Labels and definitions of the report's measures."""
 
-__all__ = ["GLOSSARY", "MEASURES"]
+__all__ = ["DIRECTIONS", "GLOSSARY", "MEASURES"]
 
 # Name of a metric, label, format.
 MEASURES = (
@@ -26,11 +26,27 @@ MEASURES = (
     ("perplexity", "Perplexity of held-out demonstrations", "{:.3f}"),
 )
 
+# Measures that each episode has, whose differences are paired: 1 = more is better, -1 = less is, 0 = neither.
+DIRECTIONS = {
+    "turns_mean": 0,
+    "tool_calls_mean": 0,
+    "action_tokens_mean": 0,
+    "looked_rate": 1,
+    "answered_rate": 1,
+    "truncated_rate": -1,
+    "trajectories_with_misuse": -1,
+    "loop_rate": -1,
+    "exploration_efficiency": 1,
+    "right_action_rate": 1,
+    "coherent_rate": 1,
+}
+
 GLOSSARY = (
     (
         "Interval",
         "Success: Wilson 95%, at the effective sample size if episodes were sampled several times. Differences: "
-        "paired bootstrap over episodes, 95%; of rewards: normal, 95%.",
+        "paired bootstrap over episodes, 95%; of rewards and of the other measures that an episode has: normal, 95%. "
+        "Other differences have no interval. Differences of shares are in points.",
     ),
     (
         "pass@k",

@@ -64,14 +64,20 @@ def percent(rate: Rate) -> str:
     return f"{100 * rate.rate:.1f}% <small>[{100 * rate.low:.1f}, {100 * rate.high:.1f}]</small>"
 
 
-def verdict(difference: Difference) -> str:
-    """better or worse where the interval leaves out zero, else same."""
-    return "better" if difference.low > 0 else "worse" if difference.high < 0 else "same"
+def verdict(difference: Difference, direction: int = 1) -> str:
+    """better or worse where the interval leaves out zero, else same.
+
+    direction: 1 = more is better, -1 = less is; 0 = neither, which is always the same.
+    """
+    up, down = difference.low > 0, difference.high < 0
+    if not direction or not (up or down):
+        return "same"
+    return "better" if up == (direction > 0) else "worse"
 
 
-def points(difference: Difference, scale: float = 100, digits: int = 1) -> str:
+def points(difference: Difference, scale: float = 100, digits: int = 1, direction: int = 1) -> str:
     """Cell of a difference with its interval and, where it leaves out zero, the verdict."""
     d, low, high = (scale * value + 0.0 for value in difference)
-    kind = verdict(difference)
+    kind = verdict(difference, direction)
     word = f" <span class='{kind}'>{kind}</span>" if kind != "same" else ""
     return f"<span class='{kind}'>{d:+.{digits}f}</span> <small>[{low:+.{digits}f}, {high:+.{digits}f}]</small>{word}"

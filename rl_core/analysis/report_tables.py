@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rl_core.analysis.canvas import color_of
 from rl_core.analysis.comparison import Comparison
-from rl_core.analysis.glossary import MEASURES
+from rl_core.analysis.glossary import DIRECTIONS, MEASURES
 from rl_core.analysis.report_html import MISSING, html_table, percent, points, safe_text
 from rl_core.analysis.results import Analysis, ModelResult
 from rl_core.analysis.statistics import Rate
@@ -46,7 +46,7 @@ def overview(analysis: Analysis) -> str:
     models, pair = analysis.models, main_pair(analysis)
     ks = sorted({k for model in models for k in model.pass_at_k if k > 1})
     metrics = [model.metrics() for model in models]
-    told = {"reward_mean": points(pair.reward, 1, 3)} if pair is not None else {}
+    told = _told(pair) if pair is not None else {}
     rows: list[list[str]] = [
         ["Success (95% interval)", *(percent(model.total) for model in models), *_success(pair)],
         *(
@@ -65,6 +65,17 @@ def overview(analysis: Analysis) -> str:
     ]  # fmt: skip
     head = ["", *(named(n, m.name) for n, m in enumerate(models)), *_difference_head(pair)]
     return _table(head, rows)
+
+
+def _told(pair: Comparison) -> dict[str, str]:
+    """Cells of the paired differences by measure; shares in points."""
+    told = {"reward_mean": points(pair.reward, 1, 3)}
+    for name, _, form in MEASURES:
+        if (difference := pair.measures.get(name)) is not None:
+            is_share = form.endswith("%}")
+            digits = int(form.partition(".")[2][0])
+            told[name] = points(difference, 100 if is_share else 1, digits, DIRECTIONS[name])
+    return told
 
 
 def _pass_at(k: int) -> Callable[[ModelResult], float | None]:

@@ -140,8 +140,7 @@ def _count(
     """Summary of one model's file, which is also added to the index."""
     summary = Summary(image_tools, seed, own)
     for offset, trajectory in read_with_offsets(path):
-        summary.add(trajectory)
-        index.add(number, trajectory, offset)
+        index.add(number, trajectory, offset, summary.add(trajectory))
     return ModelResult(
         name=name,
         summary=summary,

@@ -126,8 +126,8 @@ class Summary:
         """Number of trajectories added."""
         return self._counts["trajectories"]
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Add one trajectory."""
+    def add(self, trajectory: Trajectory) -> dict[str, float | None]:
+        """Add one trajectory; returns its measures by the names of `glossary.DIRECTIONS`, None = it has none."""
         counts, turns = self._counts, trajectory.turns
         calls = [turn for turn in turns if turn.tool_call is not None]
         errors = sum(turn.is_error for turn in turns)
@@ -137,7 +137,8 @@ class Summary:
         counts["errors"] += errors
         counts["with_errors"] += errors > 0
         counts["answered"] += trajectory.answer is not None
-        counts["looked"] += self._looked(trajectory)
+        looked = self._looked(trajectory)
+        counts["looked"] += looked
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
         self.stop_reasons[_bounded(self.stop_reasons, trajectory.stop_reason)] += 1
@@ -169,6 +170,19 @@ class Summary:
                 moments.add(measured)
         self._actions.add(" ".join(turn.action for turn in turns)[:2000])
         self._count_tools(trajectory)
+        return {
+            "turns_mean": len(turns),
+            "tool_calls_mean": len(calls),
+            "action_tokens_mean": trajectory.num_action_tokens,
+            "looked_rate": looked,
+            "answered_rate": trajectory.answer is not None,
+            "truncated_rate": trajectory.stop_reason != StopReason.TERMINATED,
+            "trajectories_with_misuse": errors > 0,
+            "loop_rate": period is not None and period > 0,
+            "exploration_efficiency": efficiency,
+            "right_action_rate": right,
+            "coherent_rate": not (repeated or taken_back),
+        }
 
     def metrics(self) -> dict[str, float]:
         """Scalars over all trajectories; shares are in [0, 1]."""

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -70,17 +70,21 @@ def has_checksum(line: bytes) -> bool:
     return _checksum(line) is not None
 
 
-def parse(line: bytes, has_checksums: bool = False) -> tuple[dict[str, Any] | None, str]:
+def parse(
+    line: bytes, has_checksums: bool = False, loads: Callable[[bytes], Any] = json.loads
+) -> tuple[dict[str, Any] | None, str]:
     """A complete line's record, without its checksum, and its problem: (None, why) if it is damaged or no object.
 
-    `has_checksums`: an earlier line of the file has one, so that this one must.
+    Args:
+        has_checksums: an earlier line of the file has one, so that this one must.
+        loads: as json.loads.
     """
     if has_checksums and not has_checksum(line):
         return None, "damaged (it has no checksum, as lines before it have)"
     if not intact(line):
         return None, "damaged (its checksum does not match its bytes)"
     try:
-        record = json.loads(line)
+        record = loads(line)
     except (ValueError, RecursionError) as error:
         return None, f"unreadable ({error})"
     if not isinstance(record, dict):

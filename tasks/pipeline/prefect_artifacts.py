@@ -25,6 +25,7 @@ from prefect.settings import get_current_settings
 
 from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
+from tasks.tracking import result_text
 
 __all__ = ["figure", "publish_page", "stage_artifact"]
 
@@ -119,7 +120,7 @@ def publish_page(key: str, markdown: str, description: str, *, before: str = "")
     Args:
         key: name of a new page; what is no lower-case letter or digit becomes a dash.
     """
-    told = description if len(description) <= MAX_DESCRIPTION else f"{description[: MAX_DESCRIPTION - 1]}…"
+    told = result_text(description, MAX_DESCRIPTION)
     if before:
         return before if _quietly(_replace, UUID(before), markdown, told) else ""
     name = re.sub(r"[^a-z0-9-]+", "-", key.lower()).strip("-")

@@ -27,9 +27,10 @@ from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.sink import PARENT
 from tasks.tracking.store import default_uri, offline_environment
 from tasks.tracking.tracking import RunRow, Tracking
-from tasks.tracking.values import VersionOf, environment_freeze, flatten, result_text
+from tasks.tracking.values import MAX_RESULT, VersionOf, environment_freeze, flatten, result_text
 
 __all__ = [
+    "MAX_RESULT",
     "PARENT",
     "MlflowTracker",
     "ModelVersion",

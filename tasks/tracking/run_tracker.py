@@ -190,8 +190,8 @@ class RunTracker:
                 sink.set_tag(name, text)
 
     def set_description(self, markdown: str) -> None:
-        """Markdown at the top of the run's page."""
-        self.set_tags({"mlflow.note.content": markdown})
+        """Markdown at the top of the run's page; links to MLflow's pages are made relative."""
+        self.set_tags({"mlflow.note.content": self.store.as_own_page(markdown)})
 
     def log_params(self, params: Any, prefix: str = "") -> None:
         """Settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""

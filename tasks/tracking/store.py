@@ -247,9 +247,15 @@ class Store:
 
     def ui_url(self, path: str) -> str:
         """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
+        return f"{self._ui()}/#/{path}"
+
+    def _ui(self) -> str:
         served = served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
-        base = served if self.is_local else self.label.rstrip("/")
-        return f"{base}/#/{path}"
+        return served if self.is_local else self.label.rstrip("/")
+
+    def as_own_page(self, markdown: str) -> str:
+        """Markdown for a page of MLflow: links to its other pages follow the server that shows them."""
+        return markdown.replace(f"]({self._ui()}/#/", "](#/")
 
     def run_url(self, run_id: str, experiment_id: str | None = None, *, tab: str = "") -> str:
         """The page of a run. `tab`: of that page, such as model-metrics, traces or artifacts/report.html."""

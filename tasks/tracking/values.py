@@ -36,14 +36,19 @@ class VersionOf(NamedTuple):
 
 MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
 MAX_NAME = 250
-MAX_RESULT = 250  # characters of the tag `result`, which the runs table shows
+MAX_RESULT = 600  # characters of the tag `result`, which the runs table and the live page show
 ELLIPSIS = " …"
+_CLAUSE_ENDS = ("; ", ". ")
 _LEAST = 12  # characters by which a sentence is known that was cut off
 
 
-def result_text(text: str) -> str:
-    """The text as the tag `result`: where it is too long, it is cut behind a word."""
-    return text if len(text) <= MAX_RESULT else text[: MAX_RESULT - len(ELLIPSIS)].rpartition(" ")[0] + ELLIPSIS
+def result_text(text: str, limit: int = MAX_RESULT) -> str:
+    """The text as the tag `result`: where it is too long, it is cut behind a clause, a long clause behind a word."""
+    if len(text) <= limit:
+        return text
+    kept = text[: max(0, limit - len(ELLIPSIS))].rpartition(" ")[0]
+    clause = max(f"{kept} ".rfind(mark) for mark in _CLAUSE_ENDS) + 1
+    return kept[: clause if clause > len(kept) // 3 else None] + ELLIPSIS
 
 
 def metric_name(name: str) -> str:

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+from flows.monitor.charts import measured, metric_cell
 from flows.monitor.headline import alarms, settings_that_differ, tiles
+from flows.monitor.metric_names import hint_of, label_of
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import SeriesTable
 
@@ -30,6 +32,9 @@ def test_a_finished_run_shows_results_and_the_decision():
         ("policy", "75.0%", "+25.0 points over sft"),
         ("champion", "promoted", "version 2 promoted"),
     ]
+    note = "version 2 of demo promoted: no champion yet; success 75% is at least 50%"
+    (decision,) = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)["items"][-1:]
+    assert (decision["sub"], decision["title"]) == ("version 2 of demo promoted: no champion yet", note)
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
         assert refused["items"][-1]["value"] == "not promoted"
@@ -61,3 +66,29 @@ def test_settings_of_compared_runs_that_differ():
     pairs = [(one, SimpleNamespace()), (other, SimpleNamespace())]
     assert settings_that_differ(pairs)["rows"] == [["stages.policy.lr", "0.1", "0.2"], ["stages.sft", "None", "-"]]
     assert settings_that_differ(pairs[:1]) is None and settings_that_differ([pairs[0], pairs[0]]) is None
+
+
+def test_metrics_have_names_for_people_and_their_meaning_on_hover():
+    assert label_of("train/success_rate_by_level/very_hard") == "Success in training, very hard"
+    assert (
+        label_of("reward/learned") == "Reward, learned" and label_of("reward/learned/score") == "reward/learned/score"
+    )
+    assert label_of("perf/reward_seconds") == "Time: reward" and label_of("perf/step_seconds") == "Iteration"
+    assert hint_of("train/success_rate").startswith(
+        "train/success_rate: Rollouts of the iteration that the environment counts as solved."
+    )
+    assert "\nWorry: Near 0: nothing to learn from." in hint_of("reward/std")
+    assert hint_of("train/success_rate_by_level/easy").startswith("train/success_rate_by_level/easy: The same for one")
+    assert hint_of("reward/correlation/a") != hint_of("reward/a") and hint_of("mine/x") == "mine/x"
+    assert metric_cell("mine/x") == "mine/x" and metric_cell("reward/std")["t"] == "Spread of rewards"
+
+
+def test_shares_are_percentages_and_nothing_else_is():
+    shares = (
+        "train/success_rate",
+        "train/success_rate_by_level/easy",
+        "eval/policy/success_rate_low",
+        "tool/share/zoom",
+    )
+    assert [measured(name, 0.25) for name in shares] == ["25.0%"] * 4
+    assert [measured(name, 0.25) for name in ("reward/mean", "policy/entropy", "mine/x")] == ["0.250"] * 3

@@ -81,7 +81,7 @@ def test_the_page_asks_nobody_else_and_ctrl_c_ends_it(tmp_path):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 fetch(f"{url}/{path}")
         request = urllib.request.Request(url, headers={"Host": "evil.example"})
-        with pytest.raises(urllib.error.HTTPError, match="400"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
             fetch(request)
     finally:
         process.send_signal(signal.SIGINT)

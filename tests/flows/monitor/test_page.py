@@ -82,7 +82,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         rewards = [row["metrics"]["reward/mean"] for row in rows if "reward/mean" in row["metrics"]]
         assert "40 / 40" in text(page, ".pt-panel[data-tab=overview]")
         shown = page.run(
-            "[...document.querySelectorAll('.pt-chart')].find(c => c.querySelector('.pt-title b').title"
+            "[...document.querySelectorAll('.pt-chart')].find(c => c.querySelector('.pt-title b').dataset.metric"
             " == 'reward/mean').querySelector('.pt-legend b').textContent"
         )
         assert float(shown) == pytest.approx(sum(rewards[-10:]) / 10, rel=1e-3)
@@ -119,7 +119,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         page.wait(f"document.querySelector('.pt-header .pt-name').textContent == 'test · {second}'")
         choose(page, "Compare with", first)
         lines = (
-            "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').title"
+            "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').dataset.metric"
             " == 'reward/mean').flatMap(c => [...c.querySelectorAll('.pt-key span')].map(e => e.textContent))"
         )
         page.wait(f"{lines}.length == 2")

@@ -10,6 +10,9 @@ import pytest
 from helpers import ROOT, chromium
 from helpers.monitor_runs import make_run
 
+from flows.monitor.choice import Choice
+from flows.monitor.reader import Reader
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here"),
@@ -65,13 +68,28 @@ def test_an_address_opens_a_tab_that_is_in_the_menu_of_a_narrow_page(address):
 def test_an_address_names_stage_metrics_and_average(address):
     chosen = "tab=curves&stage=sft&metrics=train/loss&window=3"
     with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{chosen}") as page:
-        titles = "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.title).join()"
+        titles = (
+            "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.dataset.metric).join()"
+        )
         assert page.wait(f"{titles} == 'train/loss'")
         found = page.run("Object.fromEntries(new URLSearchParams(location.search))")
         assert found == {
             "run": "demo/2027-01-15-08-00-00", "stage": "sft", "metrics": "train/loss", "window": "3", "tab": "curves"
         }  # fmt: skip
         assert page.errors == []
+
+
+def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
+    """A question that was under way while the stage changed may still name those of the stage before."""
+    from flows.monitor.page import _offers
+
+    make_run(tmp_path)
+    reader = Reader(tmp_path)
+    offered = [_offers(reader, Choice(stage=stage), "")[0][3] for stage in ("sft", "policy")]
+    names = [[name for _, name in group.choices] for group in offered]
+    assert names[0] == names[1] == ["curriculum", "perf", "reward", "tool", "train"]
+    assert ("reward/ (0)", "reward") in offered[0].choices and ("reward/ (2)", "reward") in offered[1].choices
+    assert offered[0].value == ["train"]
 
 
 @pytest.mark.timeout(600)

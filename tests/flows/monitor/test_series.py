@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from flows.monitor.series import Series, SeriesTable, moving_average, thin
 
@@ -37,6 +38,24 @@ def test_memory_is_bounded_and_the_mean_is_kept():
     assert values.mean() == 511.5
 
 
+@pytest.mark.parametrize("chunks", [[1] * 60, [60], [1, 2, 3, 7, 30, 17], [0, 59, 1], [31, 29]])
+def test_many_at_once_are_the_points_of_one_after_another(chunks):
+    series, table = Series(limit=4), SeriesTable()
+    values = np.arange(60.0) ** 2
+    begin = 0
+    for length in chunks:
+        part = slice(begin, begin + length)
+        series.extend(np.arange(60.0)[part], np.arange(60.0)[part] + 1000, values[part])
+        table.extend({"step": n, "time": 1000 * n, "metrics": {"a": n}} for n in range(begin, begin + length))
+        begin += length
+    steps, times, kept = series.arrays()
+    # 8 points are merged into 4 behind 8, 16 and 32 observations: 7 points of 8, and 4 observations that wait
+    assert series.stride == 8 and steps.tolist() == [*range(7, 60, 8), 59]
+    assert kept.tolist() == [values[n : n + 8].mean() for n in range(0, 60, 8)]
+    assert times.tolist() == (steps + 1000).tolist() and (series.last, series.last_step) == (59.0**2, 59.0)
+    assert table.series["a"].arrays()[2].tolist() == list(range(60)) and table.version == 60
+
+
 def test_thinning_keeps_spikes_and_ends():
     ys = np.zeros(10_000)
     ys[4321], ys[7777] = 5.0, -5.0
@@ -59,3 +78,11 @@ def test_what_is_not_finite_is_counted_and_left_out():
     assert table.num_nonfinite == 3
     assert table.series["a"].arrays()[1].tolist() == [2.0]
     assert math.isnan(Series().last)
+
+
+def test_a_column_of_anything_is_read_value_by_value():
+    table = SeriesTable()
+    table.extend({"step": n, "time": 0, "metrics": {"a": value}} for n, value in enumerate([True, "2.5", [3], {}, 4]))
+    table.extend({"step": n, "time": 0, "metrics": {"b": [1, 2]}} for n in range(2))  # no table of two columns
+    assert table.series["a"].arrays()[2].tolist() == [1.0, 2.5, 4.0]
+    assert list(table.series) == ["a"] and table.num_nonfinite == 4

@@ -1,5 +1,7 @@
 """Reading files that grow: each line once, torn ones later, replaced files from their start."""
 
+import math
+
 from flows.monitor.tail import Tail, last_rows, read_json
 
 
@@ -21,6 +23,14 @@ def test_what_is_no_object_is_counted_and_left_out(tmp_path):
     tail = Tail(path)
     assert tail.read() == [{"n": 1}, {"n": 2}]
     assert tail.num_bad == 4
+
+
+def test_what_one_parser_refuses_the_other_reads(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": NaN}\n{"n": "\\ud800"}\n')
+    tail = Tail(path)
+    first, second = tail.read()
+    assert math.isnan(first["n"]) and second["n"] == "\ud800" and tail.num_bad == 0
 
 
 def test_a_missing_file_may_come_later_and_go_again(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import threading
 
 import pytest
 from helpers.adapters import fakes
@@ -98,7 +99,7 @@ def test_curves_by_prefix_by_name_and_over_time(tmp_path):
     make_run(tmp_path)
     blocks = blocks_of(tmp_path, "curves", groups=("reward",))
     assert list(charts_of(blocks["curves"])) == ["reward/mean"]
-    assert texts(blocks["single"]) == [["reward/alarm", "0.0000"]]  # it never changed
+    assert texts(blocks["single"]) == [["Alarm: reward hacking", "0.0000"]]  # it never changed
     blocks = blocks_of(tmp_path, "curves", groups=("reward",), metrics=("train/success_rate",), by_time=True, window=1)
     chart = charts_of(blocks["curves"])["train/success_rate"]
     assert chart["x"] == "minutes since the run began"
@@ -330,8 +331,8 @@ def test_every_metric_has_its_present_value_mean_and_slope(tmp_path):
     make_run(tmp_path)
     rows = {row[0]: row[1:] for row in texts(blocks_of(tmp_path, "curves", window=4)["present"])}
     # success is 0.2 i in the iterations 1 to 5: the newest 4 have mean 0.7, and rise by 0.2 a step
-    assert rows["train/success_rate"] == ["1.0000", "0.7000", "+0.2", "5"]
-    assert rows["tool/calls"] == ["1.0000", "1.0000", "+0", "5"] and len(rows) == 6
+    assert rows["Success in training"] == ["100.0%", "70.0%", "+20%", "5"]
+    assert rows["Tool calls"] == ["1.0000", "1.0000", "+0", "5"] and len(rows) == 6
     assert not [name for name in rows if name.startswith("system/")]
 
 
@@ -371,3 +372,18 @@ def test_without_shares_in_the_metrics_the_bars_are_those_of_recorded_episodes(t
         ("zoom", "75.0%"), ("(no tool understood)", "25.0%"),
     ]  # fmt: skip
     assert "reward shares" not in blocks_of(tmp_path, "rewards"), "one part has no shares"
+
+
+def test_tables_do_not_change_while_a_view_reads_them(tmp_path, monkeypatch):
+    make_run(tmp_path)
+    reader, free = Reader(tmp_path), []
+
+    def overview(*_):
+        other = threading.Thread(target=lambda: free.append(reader.lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return []
+
+    monkeypatch.setitem(TABS, "overview", overview)
+    view(reader, Choice(), "overview")
+    assert free == [False]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.runtime.summary import headline, parent_metrics, result_rows, result_table
+from tasks.tracking import MAX_RESULT
 
 
 @pytest.mark.parametrize("name", ["/out[br]put", "/a[/b]", "/a[red]b", "/a\\[b"])
@@ -67,3 +68,11 @@ def test_of_several_models_each_has_a_line():
     table = result_table(rows, "", {}, 120).splitlines()
     assert sum("50.0%" in line for line in table) == 2 and "evaluate: played" in table
     assert {"success_rate/demo@champion", "success_rate/mine"} <= set(parent_metrics(run))
+
+
+def test_a_long_headline_keeps_the_decision_whole():
+    rates = [{"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""} for n in range(30)]
+    decision = "version 3 of demo promoted: gain over champion version 2 +7.0 points; sign test p = 2.56e-06"
+    text = headline([*rates, {"stage": "promote", "note": decision}])
+    assert text.startswith("model_0 50.0% [25.0%, 75.0%]; model_1") and text.endswith(f"; …; {decision}")
+    assert len(text) <= MAX_RESULT

@@ -47,8 +47,27 @@ def test_differences_of_the_last_model_from_the_first_stand_in_every_table(repor
         assert f"[{100 * row.success.low:+.1f}, {100 * row.success.high:+.1f}]" in levels
 
 
+def test_measures_of_an_episode_have_paired_differences_with_intervals(report):
+    found, text = report
+    [pair] = [pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")]
+    rows = dict(re.findall(r"<tr><td class=text>([^<]+)</td>(.*?)</tr>", text.partition("id='overview'")[2]))
+    for label, name, scale, digits in (
+        ("Turns per episode", "turns_mean", 1, 2), ("Cut by a limit", "truncated_rate", 100, 1),
+    ):  # fmt: skip
+        d = pair.measures[name]
+        assert f"[{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]" in rows[label]
+    assert pair.measures["truncated_rate"].low > 0 and "<span class='worse'>worse" in rows["Cut by a limit"]
+    means = {one["model"]: one["turns_mean"] for one in found.summary}
+    assert pair.measures["turns_mean"].difference == pytest.approx(means["policy"] - means["champion"])
+    assert "[" not in rows["Strategy entropy (nats)"]  # no episode has one
+
+
 def test_better_and_worse_are_said_only_where_the_interval_leaves_out_zero():
     assert "better" in points(Difference(0.1, 0.05, 0.2)) and "worse" in points(Difference(-0.1, -0.2, -0.05))
+    assert "worse" in points(Difference(0.1, 0.05, 0.2), direction=-1)
+    assert "better" in points(Difference(-0.1, -0.2, -0.05), direction=-1)
+    either = points(Difference(0.1, 0.05, 0.2), direction=0)
+    assert "better" not in either and "worse" not in either
     text = points(Difference(0.1, -0.05, 0.2))
     assert "better" not in text and "worse" not in text and "+10.0" in text
 

@@ -7,6 +7,7 @@ from helpers.handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.episode_index import EpisodeIndex
+from rl_core.analysis.glossary import DIRECTIONS
 from rl_core.analysis.statistics import clustered_rate
 from rl_core.analysis.summary import MAX_NAMES, NO_CALL, OTHER, Moments, Reservoir, Summary
 from rl_core.errors import DataError
@@ -156,6 +157,22 @@ def test_index_pairs_by_hand(index):
     assert better.seed == 3 and better.level == "hard"
     assert {ref.seed for ref in index.shared((0, 1), 9)} == {1, 2, 3}
     assert len(index.shared((0, 1), 2)) == 2
+
+
+def test_measures_are_paired_over_samples_and_where_both_models_have_them(index):
+    guessed, looked = [ANSWER], [zoom(1, 1), ANSWER]
+    summary = Summary()
+    for sample, turns in enumerate((guessed, looked)):  # 1.5 turns on average
+        index.add(0, row := trajectory(1, turns=turns, sample=sample), sample, summary.add(row))
+    for model, seed, turns in ((0, 2, guessed), (1, 1, [zoom(1, 1), zoom(1, 2), ANSWER]), (1, 2, looked)):
+        index.add(model, row := trajectory(seed, turns=turns), 0, summary.add(row))
+    index.add(1, trajectory(3), 0)
+    found = index.paired_measures(0, 1)
+    assert (found["turns_mean"].episodes, found["turns_mean"].total) == (2, 1.5 + 1.0)
+    assert found["turns_mean"].squares == 1.5**2 + 1.0
+    assert (found["looked_rate"].total, found["loop_rate"].total) == (0.5 + 1.0, 0.0)
+    # a guess has no step: no episode of the first model has an efficiency in all of its samples
+    assert "exploration_efficiency" not in found and set(found) < set(DIRECTIONS)
 
 
 def test_index_tells_episodes_of_another_data_version_apart(index):

@@ -30,9 +30,10 @@ def artifacts(tracking, run_id, path=None):
 
 
 def test_everything_arrives(tracking, tmp_path):
+    story = f"[story]({tracking.store.version_url('demo', 2)})"
     with tracking.start_run(
         "demo", tmp_path / "run", tags={"pipeline": "demo", "git_commit": "abc", "absent": None},
-        params={"sft": {"learning_rate": 1e-3}}, description="# story", system_metrics_seconds=0.05,
+        params={"sft": {"learning_rate": 1e-3}}, description=story, system_metrics_seconds=0.05,
     ) as parent:  # fmt: skip
         assert parent.run_id
         with tracking.start_run("sft", tmp_path / "run" / "sft", parent_run_id=parent.run_id) as stage:
@@ -57,7 +58,8 @@ def test_everything_arrives(tracking, tmp_path):
     assert run.data.tags["mlflow.parentRunId"] == parent.run_id and run.info.status == "FINISHED"
     assert outer.data.params == {"sft.learning_rate": "0.001"}
     tags = outer.data.tags
-    assert tags["mlflow.note.content"] == "# story" and tags["pipeline"] == "demo" and "absent" not in tags
+    assert tags["mlflow.note.content"] == "[story](#/models/demo/versions/2)"  # on whatever port the page is shown
+    assert tags["pipeline"] == "demo" and "absent" not in tags
     assert tags["mlflow.source.git.commit"] == "abc"
     assert outer.data.metrics["system/process_memory_megabytes"] > 10
     assert artifacts(tracking, stage.run_id) == [

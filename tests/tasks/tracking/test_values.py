@@ -95,11 +95,25 @@ def test_where_the_store_is(tmp_path, monkeypatch):
     assert Store(None, tmp_path, "e").run_url("r", "3").startswith("http://elsewhere:5000/#/experiments/3/runs/r")
 
 
+def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    store = Store(None, tmp_path, "e")
+    other = "http://127.0.0.1:4200/runs/flow-run/f"
+    text = f"**sft**\n\n[Report]({store.run_url('r', '3', tab='artifacts/report.html')}) · [Prefect flow run]({other})"
+    assert store.as_own_page(text) == (
+        "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
+        f"[Prefect flow run]({other})"
+    )
+
+
 def test_numbers_stay_numbers():
     assert flatten({"a": math.inf})["a"] == "Infinity"
 
 
-def test_a_long_result_ends_with_a_whole_word():
+def test_a_long_result_ends_with_a_whole_clause_or_word():
     assert result_text("version 2 promoted") == "version 2 promoted"
-    cut = result_text("promoted: " + "gain " * 60)
+    cut = result_text("promoted: " + "gain " * 200)
     assert cut.endswith("gain …") and len(cut) <= MAX_RESULT
+    assert result_text("sft 59%; policy 98%; version 2 waits", 24) == "sft 59%; policy 98%; …"
+    assert result_text("sft 59%; policy 98%; version 2 waits", 23) == "sft 59%; policy 98%; …"
+    assert result_text("a; policy 98 percent of all", 20) == "a; policy 98 …"  # the clause would leave too little

@@ -1,0 +1,248 @@
+"""The live page in a browser over a folder of 100 runs of 10,000 iterations each: first paint and updates.
+
+    python tests/benchmarks/live_page.py [--runs 100] [--iterations 10000] [--output live_page.json] [--pictures DIR]
+
+Makes the folder by itself (journals as `tasks/tracking` writes them, 53 metrics an iteration; finished runs share the
+bytes of four files by hard links), then opens the page in Chromium. The newest run goes on: an iteration every second
+is appended meanwhile. Seconds from the navigation to the first contentful paint, the page's header and the charts, of
+a server that has just been started and of one that has shown the run before; milliseconds of an update,
+from the browser's request to the end of drawing, and from a click on a tab to its blocks; seconds of opening a
+comparison of four runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from helpers.chromium import Chromium  # noqa: E402
+from helpers.monitor_runs import CONFIG, journal  # noqa: E402
+
+from rl_core.storage.checked_lines import sealed  # noqa: E402
+
+PORT = 4390
+SPACING = 100  # seconds from one run to the next
+START = int(time.time()) - 200 * SPACING
+DISTINCT = 4  # files of metrics
+STAGES = ("prepare_data", "sft", "reward_model", "evaluate", "analyze", "promote")
+NAMES = (
+    *(f"reward/{name}" for name in ("mean", "std", "task", "learned", "weighted/task", "weighted/learned", "alarm")),
+    *(f"train/{name}" for name in ("success_rate", "loss", "grad_norm", "turns", "action_tokens", "learning_rate")),
+    *(f"policy/{name}" for name in ("update_kl", "entropy", "clip_fraction", "sampler_kl", "ratio_mean", "ratio_max")),
+    *(f"tool/{name}" for name in ("calls", "misuse_rate", "share/zoom", "share/scan", "share/count")),
+    *(f"perf/{name}" for name in ("tokens_per_second", "step_seconds", "rollout_seconds", "update_seconds")),
+    *(f"curriculum/{name}" for name in ("stage", "stage_iterations", "window_filled")),
+    *(f"train/success_rate_by_level/level_{number}" for number in range(10)),
+    *(f"reward/correlation/part_{number}" for number in range(10)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--pictures", type=Path, help="folder for a screenshot of each tab")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="live-page-") as folder:
+        live = make_store(Path(folder), options.runs, options.iterations)
+        found: dict[str, Any] = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": os.getloadavg()[0],
+            "runs": options.runs, "iterations": options.iterations, "metrics": len(NAMES),
+        }  # fmt: skip
+        with served(Path(folder)) as address, going_on(live, options.iterations):
+            found["fresh_server_s"] = painted(address)
+            found["warm_server_s"] = painted(address)
+            found["update_ms"] = updates(address)
+            print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
+            found |= {"actions_ms": actions(address, options.pictures)}
+    print(json.dumps(found, indent=1))
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+def row(step: int, draw: random.Random) -> dict[str, float]:
+    """Metrics of one iteration: curves that rise or fall with noise."""
+    share = 1 - math.exp(-step / 2000)
+    found = {name: share * (0.4 + 0.01 * number) + 0.05 * draw.random() for number, name in enumerate(NAMES)}
+    return found | {"reward/alarm": 0.0}
+
+
+def make_store(output: Path, runs: int, iterations: int) -> Path:
+    """`runs` runs of a pipeline; returns the journal of the newest one's policy, which is left running."""
+    files = []
+    for number in range(min(DISTINCT, runs)):
+        draw = random.Random(number)
+        path = output / f".metrics-{number}.jsonl"
+        with path.open("wb") as file:
+            for step in range(1, iterations + 1):
+                when = (START + step) * 1000
+                file.write(sealed({"step": step, "time": when, "metrics": row(step, draw)}))
+        files.append(path)
+    for number in range(runs):
+        live = _make_run(output, number, files[number % len(files)], iterations, is_last=number == runs - 1)
+    return live
+
+
+def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_last: bool) -> Path:
+    home = output / "demo"
+    begun = START + SPACING * number
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(begun))
+    parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
+    texts = [{"op": "text", "name": "config.json", "text": json.dumps(CONFIG)}]
+    texts.append({"op": "tags", "tags": {"result": "sft 59.0%; policy 97.8%; version 2 of demo promoted"}})
+    ended = None if is_last else begun + 90
+    load = [(index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(200)]
+    journal(parent, f"demo · {started}", started=begun, ended=ended, events=texts, metrics=load)
+    for place, stage in enumerate(STAGES):
+        rows = [(step, step / 10, {"train/loss": 2.0 / step}) for step in range(1, 100)]
+        folder = home / "stages" / stage / f"{number:04x}.tracking"
+        journal(folder, stage, started=begun + place, ended=begun + place + 1, parent=parent, metrics=rows)
+    folder = home / "stages/policy" / f"{number:04x}.tracking"
+    journal(folder, "policy", started=begun + 10, ended=ended, parent=parent,
+            events=[{"op": "params", "params": {"iterations": str(2 * iterations)}}])  # fmt: skip
+    target = folder / "metrics.jsonl"
+    target.unlink()
+    if is_last:
+        target.write_bytes(metrics.read_bytes())
+    else:
+        os.link(metrics, target)
+    if is_last:
+        record = {"started": started, "status": "running", "pid": os.getpid(), "host": platform.node()}
+        (home / "run.json").write_text(json.dumps(record))
+    return target
+
+
+@contextmanager
+def going_on(path: Path, iterations: int) -> Iterator[None]:
+    """One more iteration a second."""
+    ended = threading.Event()
+
+    def append() -> None:
+        draw, step = random.Random(9), iterations
+        while not ended.wait(1.0):
+            step += 1
+            with path.open("ab") as file:
+                file.write(sealed({"step": step, "time": (START + step) * 1000, "metrics": row(step, draw)}))
+
+    thread = threading.Thread(target=append, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+# --------------------------------------------------------------------------------------------------------- the browser
+
+
+@contextmanager
+def served(output: Path) -> Iterator[str]:
+    """Address of `posttrain monitor` over the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", str(PORT)]
+    process = subprocess.Popen(command, cwd=output, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+CHARTS = "[...document.querySelectorAll('.pt-panel .pt-chart svg polyline')].length"
+DRAWN = f"{CHARTS} > 6"
+HOOK = """(() => {  // duration of each update, from the request of Gradio's client to the end of drawing
+  window.updates = []; let asked = 0;
+  const plain = window.fetch;
+  window.fetch = (...given) => { if (String(given[0].url || given[0]).includes('/run/')) asked = performance.now();
+    return plain(...given); };
+  const draw = window.posttrain.show;
+  window.posttrain.show = text => { const at = performance.now(); draw(text);
+    window.updates.push({whole: performance.now() - asked, drawing: performance.now() - at, size: (text || '').length,
+      blocks: (text || '').includes('"blocks"')}); };
+})()"""
+
+
+def painted(address: str) -> dict[str, float]:
+    """Seconds since the navigation."""
+    with Chromium("about:blank", (1400, 1000)) as page:
+        page.call("Page.navigate", url=address)
+        since = "performance.now() / 1000"
+        header = page.wait(f"document.querySelector('.pt-header b') && {since}", 120)
+        charts = page.wait(f"{CHARTS} > 6 && {since}", 120)
+        first = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
+        assert page.errors == [], page.errors
+        return {"first_paint": round(first, 2), "header": round(header, 2), "charts": round(charts, 2)}
+
+
+def updates(address: str, count: int = 8) -> dict[str, Any]:
+    """Milliseconds of updates while the run goes on."""
+    with Chromium(address, (1400, 1000)) as page:
+        page.wait(DRAWN, 120)
+        page.run(HOOK)
+        page.wait(f"window.updates.filter(u => u.blocks).length >= {count}", 120)
+        found = page.run("window.updates.filter(u => u.blocks)")
+        whole = sorted(one["whole"] for one in found)
+        drawing = sorted(one["drawing"] for one in found)
+        return {
+            "whole": [round(value) for value in whole], "drawing": [round(value) for value in drawing],
+            "kilobytes": round(found[0]["size"] / 1000),
+        }  # fmt: skip
+
+
+def actions(address: str, pictures: Path | None) -> dict[str, float]:
+    """Milliseconds from a click on a tab to its last block."""
+    took = {}
+    with Chromium(address, (1400, 1000)) as page:
+        page.wait(DRAWN, 120)
+        for tab in ("Curves", "Rewards", "Tools", "System", "Overview"):
+            script = f"""(async () => {{
+              const begun = performance.now();
+              [...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == '{tab}').click();
+              const at = '.pt-panel[data-tab={tab.lower()}] .pt-block';
+              const drawn = () => [...document.querySelectorAll(at)].some(e => e.offsetParent);
+              while (!drawn()) await new Promise(r => setTimeout(r, 5));
+              return performance.now() - begun;
+            }})()"""
+            took[tab.lower()] = round(page.run(script))
+            if pictures:
+                pictures.mkdir(parents=True, exist_ok=True)
+                page.picture(pictures / f"{tab.lower()}.png")
+    return {**took, **compare(address)}
+
+
+def compare(address: str) -> dict[str, float]:
+    """Seconds from opening an address that compares four runs to their charts."""
+    texts = [time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(START + SPACING * number)) for number in (0, 1, 2)]
+    chosen = ",".join(f"demo/{text}" for text in texts)
+    with Chromium(f"{address}/?compare={chosen}&tab=overview", (1400, 1000)) as page:
+        seconds = page.wait(
+            "[...document.querySelectorAll('.pt-chart')].some(c => c.querySelectorAll('.pt-key').length > 3) && "
+            "performance.now() / 1000", 120)  # fmt: skip
+        return {"open_comparing_four_s": round(seconds, 2)}
+
+
+if __name__ == "__main__":
+    main()
