@@ -10,6 +10,16 @@ from crash.servers import prefect_server
 from flows.runtime.prefect_home import leave_global_generator
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _proofs_of_export_in_this_process() -> Iterator[None]:
+    """A fresh process takes seconds to start; the crash test and `test_export_proof.py` have it."""
+    from helpers.exports import in_this_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_core.models.export_proof.fresh_logprobs", in_this_process)
+        yield
+
+
 @pytest.fixture(scope="session")
 def prefect_address() -> Iterator[str]:
     """Address of the server's API. The client's threads outlive the tests that asked for it: they draw no numbers."""
