@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         EvaluationSettings,
         ExactSettings,
         ExitCondition,
+        ExportSettings,
         FormatSettings,
         JudgeSettings,
         LaunchSettings,
@@ -169,12 +170,13 @@ __all__ = [
     "DistillationSettings",
     "Environment",
     "EnvironmentFault",
-    "ExportMismatch",
     "EnvironmentSettings",
     "Episode",
     "Evaluation",
     "EvaluationSettings",
     "ExitCondition",
+    "ExportMismatch",
+    "ExportSettings",
     "FolderBusy",
     "FormatSettings",
     "JsonlTracker",
@@ -317,7 +319,8 @@ _HOME = {
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
-        "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition FormatSettings "
+        "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
+        "FormatSettings "
         "JudgeSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
         "NumericsGateSettings "

@@ -67,11 +67,7 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
         proofs[name] = {"model_sha256": digests[name], **facts}
         fault("export.proved")
     metrics = {
-        f"export/{name}/{of}_difference_{kind}": facts[of][kind]
-        for name, facts in proofs.items()
-        for of in ("trained", "evaluated")
-        if of in facts
-        for kind in ("max", "mean")
+        f"export/{name}/{figure}": value for name, facts in proofs.items() for figure, value in _figures(facts).items()
     }
     context.tracker.log_metrics(metrics, 0)
     write_json_atomic(context.folder / PROOF, {"models": proofs})
@@ -84,6 +80,20 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
         "metrics": metrics,
         "note": f"loaded by transformers in a fresh process, log-probs differ by at most (nats): {worst}",
     }
+
+
+_FIGURES = (
+    "trained_difference_max",
+    "trained_difference_mean",
+    "evaluated_difference_max",
+    "evaluated_difference_mean",
+)
+
+
+def _figures(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Differences of a proof by name; of a record that there is."""
+    parts = {figure: figure.split("_difference_") for figure in _FIGURES}
+    return {figure: float(facts[of][kind]) for figure, (of, kind) in parts.items() if of in facts}
 
 
 def _largest(facts: Mapping[str, Any]) -> float:
@@ -120,10 +130,7 @@ def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
             f"{model}: is not promoted: the proof of export in {path} is {of}, and this one is {digest[:12]}; it was "
             "written after it was evaluated, so evaluate and prove it anew (--fresh)"
         )
-    figures = {
-        f"export.{of}_difference_{kind}": f"{facts[of][kind]:.6g}"
-        for of in ("trained", "evaluated")
-        if of in facts
-        for kind in ("max", "mean")
+    return {
+        "export.model_sha256": digest,
+        **{f"export.{figure}": f"{value:.6g}" for figure, value in _figures(facts).items()},
     }
-    return {"export.model_sha256": digest, **figures}

@@ -508,7 +508,7 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     settings += [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")] + ["run.retries=0"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     away = run(tmp_path, *settings)
-    assert list(away.results) == ["prepare_data", "sft", "evaluate"] and not away.ok
+    assert list(away.results) == ["prepare_data", "sft", "evaluate", "export"] and not away.ok
     assert "model_version" not in away.results["sft"].summary
     told = away.table(width=200)
     assert "promote: not decided: the champion is known to the tracking store alone" in told
@@ -523,6 +523,6 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     tracking = Tracking(None, tmp_path, "test")
     assert tracking.champion("test").version == 1 and len(tracking.versions("test")) == 1
     parents = [row for row in tracking.list_runs() if row.parent_run_id is None]
-    assert [row.status for row in parents] == ["FINISHED"] and len(tracking.list_runs()) == 5
+    assert [row.status for row in parents] == ["FINISHED"] and len(tracking.list_runs()) == 6
     assert main(["sync", "--output", str(tmp_path)]) == 0
     assert "has everything" in capsys.readouterr().out

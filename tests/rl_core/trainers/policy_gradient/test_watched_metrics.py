@@ -13,7 +13,7 @@ BESIDE = ("perf/", "curriculum/", "reward/alarm", "reward/correlation/")  # what
 ELSEWHERE = {
     "train/empty_updates", "train/failed_episodes", "train/failed_rate", "train/skipped_steps",
     "train/trained_rollouts", "reward/task/answered", "value/clip_fraction", "value/grad_norm", "value/skipped_steps",
-    "reward/overlong",
+    "reward/overlong", "policy/numerics_difference",  # of some iterations alone
 }  # fmt: skip
 
 SETTINGS = {
