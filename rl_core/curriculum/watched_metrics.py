@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rl_core.settings import PolicySettings
 
-__all__ = ["ALWAYS", "missing_because", "watched_metrics"]
+__all__ = ["ALWAYS", "missing_because", "watched_metrics", "watched_names"]
 
 Range = tuple[float, float]  # least and largest value
 
@@ -120,6 +120,11 @@ def watched_metrics(settings: PolicySettings) -> dict[str, Range]:
         if group.is_logged(settings):
             found |= group.ranges
     return found
+
+
+def watched_names(settings: PolicySettings, levels: Iterable[str]) -> list[str]:
+    """Names that iterations on these levels log, whether or not a stage of the curriculum draws them."""
+    return [*watched_metrics(settings), *(f"train/success_rate_by_level/{level}" for level in levels)]
 
 
 def missing_because(name: str, settings: PolicySettings) -> str:

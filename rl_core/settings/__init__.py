@@ -5,8 +5,10 @@ Defaults follow the literature, with sources where they are not common knowledge
 construction and used by the configuration loader for messages and forms.
 """
 
+from rl_core.settings.algorithms import GROUP_ALGORITHMS, Algorithm
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.code_paths import code_paths
+from rl_core.settings.critic import CriticSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.export import ExportSettings
@@ -33,13 +35,7 @@ from rl_core.settings.parts import (
     ModelSettings,
     SamplingSettings,
 )
-from rl_core.settings.policy import (
-    GROUP_ALGORITHMS,
-    Algorithm,
-    CriticSettings,
-    PolicySettings,
-    ReplaySettings,
-)
+from rl_core.settings.policy import PolicySettings
 from rl_core.settings.rating import RatingSettings
 from rl_core.settings.references import ReferenceSettings
 from rl_core.settings.resolution import resolve_defaults
@@ -51,7 +47,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.rollouts import RolloutSettings
+from rl_core.settings.rollouts import ReplaySettings, RolloutSettings
 from rl_core.settings.service import (
     ServiceEngineSettings,
     ServiceServerSettings,

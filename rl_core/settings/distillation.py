@@ -8,11 +8,13 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rl_core.errors import SettingsError
+from rl_core.settings.algorithms import Aggregation
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage
 from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.parts import SamplingSettings
-from rl_core.settings.policy import Aggregation, PolicySettings, ReplaySettings
+from rl_core.settings.policy import PolicySettings
+from rl_core.settings.rollouts import ReplaySettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 __all__ = ["DistillationSettings", "DistilledPolicySettings", "TeacherSettings"]

@@ -1,4 +1,4 @@
-"""Settings of policy optimisation: algorithms, critic, replay."""
+"""Settings of policy optimisation."""
 
 from __future__ import annotations
 
@@ -7,68 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_core.errors import SettingsError, nearest
-from rl_core.settings.base import Settings, setting
+from rl_core.settings.algorithms import AGGREGATIONS, CLIPS, GROUP_ALGORITHMS, Aggregation, Algorithm
+from rl_core.settings.base import setting
+from rl_core.settings.critic import CriticSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.references import Precision
 from rl_core.settings.rewards import RewardSettings
-from rl_core.settings.rollouts import RolloutSettings
+from rl_core.settings.rollouts import ReplaySettings, RolloutSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
-__all__ = [
-    "GROUP_ALGORITHMS",
-    "Algorithm",
-    "CriticSettings",
-    "PolicySettings",
-    "ReplaySettings",
-]
+__all__ = ["PolicySettings"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class CriticSettings(Settings):
-    """Value function of PPO and of REINFORCE with a learned baseline."""
-
-    kind: Literal["separate", "shared"] = setting(
-        "separate", doc="separate: a copy of the starting model; shared: a head on the policy's own hidden states"
-    )
-    learning_rate: float | None = setting(
-        None,
-        gt=0,
-        le=1,
-        doc="of a separate critic; left out: the policy's where that is set, else "
-        + DEFAULTS["CriticSettings.learning_rate"].words(),
-    )
-    value_coef: float = setting(0.5, gt=0, doc="weight of a shared head's value loss (arXiv:1707.06347)")
-    value_clip_eps: float | None = setting(None, gt=0, doc="value clipping around the old values; default: none")
-    warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
-    bootstrap_limits: bool = setting(
-        False,
-        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, as one truncated by the "
-        "environment does; false: it is terminal. True lets a policy gain reward by running into the limit",
-    )
-
-    def check(self) -> None:
-        """Critic warm-up needs a separate critic."""
-        if self.kind == "shared" and self.warmup_iterations:
-            raise SettingsError("warmup_iterations: needs a separate critic; a shared head trains with the policy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySettings(Settings):
-    """Replay of past rollouts with importance weights."""
-
-    iterations: int = setting(4, ge=1, doc="past iterations kept")
-    share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
-
-
-Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
-GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo")  # group-relative advantages
-_CLIPS = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}  # arXiv:2507.18071; arXiv:2503.14476
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-# arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
-_AGGREGATIONS: dict[str, Aggregation] = {"dr_grpo": "constant", "gspo": "sequence_mean", "sapo": "sequence_mean"}
 
 MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
 
@@ -212,9 +164,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     @property
     def clip(self) -> tuple[float, float]:
         """Lower and upper clip of the ratio, with the algorithm's defaults."""
-        low, high = _CLIPS.get(self.algorithm, (0.2, 0.2))
+        low, high = CLIPS.get(self.algorithm, (0.2, 0.2))
         if self.clip_eps is not None:
-            low, high = self.clip_eps, self.clip_eps if self.algorithm not in _CLIPS else high
+            low, high = self.clip_eps, self.clip_eps if self.algorithm not in CLIPS else high
         return low, high if self.clip_eps_high is None else self.clip_eps_high
 
     @property
@@ -230,13 +182,18 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     @property
     def aggregation(self) -> Aggregation:
         """Aggregation of the loss over tokens, with the algorithm's default."""
-        return self.loss_aggregation or _AGGREGATIONS.get(self.algorithm, "token_mean")
+        return self.loss_aggregation or AGGREGATIONS.get(self.algorithm, "token_mean")
 
     @property
     def weight_cap(self) -> float:
         """Truncation of the importance weights, with the default of their kind."""
         own = 1.0 if self.importance == "vtrace" else 2.0  # arXiv:1802.01561, table 3
         return own if self.importance_cap is None else self.importance_cap
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """True if importance weights or masks allow for rollouts of another sampler."""
+        return self.importance != "none" or self.importance_mask != "none"
 
     @property
     def value_function(self) -> CriticSettings | None:
@@ -294,16 +251,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "mask_truncated: goes with advantages by comparison; with a critic, critic.bootstrap_limits says what "
                 "a limit means"
             )
-        several = self.epochs * self.minibatches > 1
-        if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":
-            raise SettingsError(
-                "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
-                "set token or sequence, or epochs and minibatches to 1"
-            )
-        if self.replay is not None and self.importance == "none":
-            raise SettingsError("importance: replay uses rollouts of older policies; set token or sequence")
-        if self.importance == "vtrace":
-            self._check_vtrace()
+        self._check_importance()
         if self.algorithm == "sapo" and (self.clip_eps, self.clip_eps_high, self.dual_clip) != (None, None, None):
             raise SettingsError(
                 "clip_eps: sapo has a soft gate in place of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
@@ -329,6 +277,19 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
+
+    def _check_importance(self) -> None:
+        """Rollouts of another policy than the one that is updated need weights of a kind that goes with the rest."""
+        several = self.epochs * self.minibatches > 1
+        if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":
+            raise SettingsError(
+                "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
+                "set token or sequence, or epochs and minibatches to 1"
+            )
+        if self.replay is not None and self.importance == "none":
+            raise SettingsError("importance: replay uses rollouts of older policies; set token or sequence")
+        if self.importance == "vtrace":
+            self._check_vtrace()
 
     def _check_vtrace(self) -> None:
         if self.value_function is None:
@@ -388,14 +349,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                         f"curriculum.{index}.rewards.{name}: no such component in the policy's rewards; "
                         f"{nearest(name, self.rewards)} (list a component of later stages alone with weight 0)"
                     )
-        for name in self.reward_options.normalise:
-            if name not in self.rewards:
-                raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
-        for name in self.reward_options.cache:
-            if name not in self.rewards and self.rewards != {"task": 1.0}:  # else functions may be handed in (Python)
-                raise SettingsError(
-                    f"reward_options.cache: '{name}' is no component of rewards; {nearest(name, self.rewards)}"
-                )
+        self.reward_options.check_components(self.rewards)
         limit = self.sampling.max_completion_tokens
         if not is_open(limit) and self.overlong_tokens > limit:
             raise SettingsError(

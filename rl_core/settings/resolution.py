@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings
+from rl_core.settings.critic import CriticSettings
 from rl_core.settings.defaults import DEFAULTS, ModelKind, is_open
 from rl_core.settings.parts import ModelSettings
-from rl_core.settings.policy import CriticSettings, PolicySettings
+from rl_core.settings.policy import PolicySettings
 
 __all__ = ["model_kind", "resolve_defaults"]
 

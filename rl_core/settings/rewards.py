@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, nearest
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.verifiers import (
@@ -139,3 +140,14 @@ class RewardSettings(Settings):
     math: MathSettings = setting(MathSettings(), doc="of the component math")
     code: CodeSettings = setting(CodeSettings(), doc="of the component code")
     judge: JudgeSettings = setting(JudgeSettings(), doc="of the component judge")
+
+    def check_components(self, rewards: Mapping[str, float]) -> None:
+        """Raises: SettingsError for options of components that the policy's rewards do not have."""
+        for name in self.normalise:
+            if name not in rewards:
+                raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
+        for name in self.cache:
+            if name not in rewards and rewards != {"task": 1.0}:  # else functions may be handed in (Python)
+                raise SettingsError(
+                    f"reward_options.cache: '{name}' is no component of rewards; {nearest(name, rewards)}"
+                )

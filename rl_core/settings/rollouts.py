@@ -1,4 +1,4 @@
-"""Settings of the processes that play a policy's rollouts."""
+"""Settings of the processes that play a policy's rollouts, and of the replay of past ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
-__all__ = ["RolloutSettings", "check_ray", "decisive_rollouts"]
+__all__ = ["ReplaySettings", "RolloutSettings", "check_ray", "decisive_rollouts"]
 
 RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
 _ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
@@ -71,6 +71,14 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 f"max_staleness: {self.max_staleness} needs rollouts beside the updates; set workers: ray, or 0"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Settings):
+    """Replay of past rollouts with importance weights."""
+
+    iterations: int = setting(4, ge=1, doc="past iterations kept")
+    share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
 
 
 def check_ray() -> None:

@@ -86,6 +86,11 @@ class OptimizerStep:
         """True = matrix products are taken in bfloat16, by autocast or because the weights are."""
         return self.settings.autocast == "bfloat16" or self.master_weights.first.dtype == torch.bfloat16
 
+    @property
+    def computes_in_float32(self) -> bool:
+        """True = matrix products and weights are in float32, those of a frozen base model included."""
+        return not self.computes_in_bfloat16 and next(self.model.parameters()).dtype == torch.float32
+
     def autocast(self) -> AbstractContextManager[None]:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
 

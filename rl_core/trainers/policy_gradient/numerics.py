@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.errors import SamplerMismatch
 from rl_core.inference.sampling import RolloutBackend
@@ -54,11 +52,9 @@ class NumericsGate:
         """Largest difference that rounding explains, nats; None = other samplers are allowed."""
         if settings.numerics.bound is not None:
             return settings.numerics.bound
-        is_weighted = settings.importance != "none" or settings.importance_mask != "none"
-        if is_weighted or settings.sampler_kl_max is not None:
+        if settings.corrects_sampler or settings.sampler_kl_max is not None:
             return None
-        is_float32 = next(self.policy.parameters()).dtype == torch.float32
-        return 1e-3 if is_float32 and not self.optimizer_step.computes_in_bfloat16 else 0.5
+        return 1e-3 if self.optimizer_step.computes_in_float32 else 0.5
 
     def is_due(self, iteration: int) -> bool:
         """True = the update of this iteration is to be checked."""

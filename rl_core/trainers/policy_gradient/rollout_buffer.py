@@ -5,20 +5,16 @@ Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, G 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
+from rl_core.distributed import DummyBatch
 from rl_core.errors import DataError
 from rl_core.inference.sampling import sequence_seed
-from rl_core.inference.teacher import Teacher
 from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
@@ -26,7 +22,6 @@ from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
 from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
-from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import check_contexts, completion_logprobs
 from rl_core.models.lora import without_adapter
@@ -34,36 +29,16 @@ from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, value_advantages
-from rl_core.trainers.policy_gradient.own_parts import OwnParts, own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.trainers.policy_gradient.trained_models import ActorCriticModels
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ActorCriticModels", "RolloutBuffer", "make_actor_critic"]
+__all__ = ["RolloutBuffer"]
 
 Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
-
-
-@dataclass
-class ActorCriticModels:
-    """The trainable models (policy, critic), their optimizers, and the frozen reference."""
-
-    policy: PreTrainedModel
-    optimizer_step: OptimizerStep  # of the policy, value head included
-    pad_id: int
-    reference: PreTrainedModel | None = None  # of the KL term, frozen; the policy itself = without its adapters
-    critic: PolicyWithCritic | None = None  # None = an algorithm without values
-    critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
-    own: OwnParts = field(default_factory=OwnParts)  # loss and advantage estimator of the user's
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the policy."""
-        return next(self.policy.parameters()).device
 
 
 class RolloutBuffer:
@@ -346,40 +321,3 @@ class RolloutBuffer:
             return None
         assert self.old_logprobs_RS is not None and self.sampler_logprobs_RS is not None
         return importance_ratios(self.old_logprobs_RS, self.sampler_logprobs_RS, self.mask_RS)
-
-
-def make_actor_critic(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    settings: PolicySettings,
-    pad_id: int,
-    process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | None = None,
-    own: OwnParts | None = None,
-) -> ActorCriticModels:
-    """Policy, critic and optimizers that the algorithm needs; `own`: None = those that the settings name."""
-    own = own_parts(settings) if own is None else own
-    optimizer_step_of = functools.partial(
-        OptimizerStep,
-        total_steps=settings.iterations * settings.epochs * settings.minibatches,
-        max_nonfinite=settings.max_nonfinite,
-        process_group=process_group,
-    )
-    chosen = settings.value_function
-    if chosen is None:
-        return ActorCriticModels(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher, own=own)
-    if chosen.kind == "shared":
-        head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
-        joined = PolicyWithCritic(model, head)
-        return ActorCriticModels(model, optimizer_step_of(joined, settings), pad_id, reference, joined, own=own)
-    critic = SeparateCritic(model)
-    of_critic = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
-    return ActorCriticModels(
-        model,
-        optimizer_step_of(model, settings),
-        pad_id,
-        reference,
-        PolicyWithCritic(model, critic),
-        optimizer_step_of(critic, of_critic),
-        own=own,
-    )

@@ -1,7 +1,7 @@
 """Policy optimisation from rewards: PPO, GRPO and variants, REINFORCE; the algorithm is a setting.
 
 One iteration: draw episodes from the curriculum, play each of them group_size times, score the rollouts, estimate
-advantages, and update the policy (`rollout_buffer`, `advantages`, `losses`, `update`).
+advantages, and update the policy (`dynamic_sampling`, `scoring`, `rollout_buffer`, `advantages`, `losses`, `update`).
 
 Suffixes: P prompts, G rollouts per prompt.
 """
@@ -9,7 +9,6 @@ Suffixes: P prompts, G rollouts per prompt.
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,29 +18,25 @@ from torch import nn
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
-from rl_core.curriculum.watched_metrics import watched_metrics
+from rl_core.curriculum.watched_metrics import watched_names
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import Keep
-from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
-from rl_core.models.logprobs import check_router
-from rl_core.models.lora import is_lora
-from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.overlong import OverlongPenalty
 from rl_core.rollouts.collect import EpisodeRequest, Renderer
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.rollouts.training_seeds import SeedOrders
 from rl_core.settings import PolicySettings, RollbackSettings
-from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
+from rl_core.trainers.policy_gradient.dynamic_sampling import sample_groups_with_signal
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.numerics import NumericsGate
 from rl_core.trainers.policy_gradient.own_parts import own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, masked_metrics, sample_groups
-from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
+from rl_core.trainers.policy_gradient.scoring import GroupScorer
+from rl_core.trainers.policy_gradient.trained_models import check_models, make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.types import RolloutGroup
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["PolicyGradientTrainer"]
-
-SAME_REWARD = 1e-6  # groups whose rewards differ by less carry no signal
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -100,10 +93,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
-        if settings.is_taught != (teacher is not None):
-            raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
-        _check_reference(model, reference_model, settings.kl_coef)
-        check_router(model, settings.router_aux_loss_coef)
+        check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
             settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
         )
@@ -118,32 +108,25 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rewards = rewards
         self.evaluator = evaluator
         self._evaluated: dict[str, float] = {}  # by the newest evaluation, for the curriculum's next observation
-        self._watched = [
-            *watched_metrics(settings),
-            *(f"train/success_rate_by_level/{lv}" for lv in environment.levels),
-        ]
+        self._watched = watched_names(settings, environment.levels)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
         self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal = SignalWarning()
-        self._penalties = {}
-        if settings.overlong_tokens:
-            limit = settings.sampling.max_completion_tokens
-            self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
-        if reference_model is not None and reference_model is not model:
-            reference_model.requires_grad_(False).eval()
         self.actor_critic = make_actor_critic(
             model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)
         )
         self.optimizer_step = self.actor_critic.optimizer_step
-        critic_optimizer_step = self.actor_critic.critic_optimizer_step
-        optimizer_steps = [step for step in (self.optimizer_step, critic_optimizer_step) if step is not None]
-        self._snapshots = StageSnapshots(self.model, optimizer_steps)
-        self._numerics = NumericsGate(
-            model, backend, settings, self.optimizer_step, StageSnapshots(self.model, optimizer_steps)
-        )
+        self._scorer = GroupScorer(rewards, model, settings, self.pad_id, self.optimizer_step, process_group)
+        self._snapshots = self._new_snapshots()
+        self._numerics = NumericsGate(model, backend, settings, self.optimizer_step, self._new_snapshots())
+
+    def _new_snapshots(self) -> StageSnapshots:
+        """Room for snapshots of the policy, its critic, and their optimizers."""
+        critic = self.actor_critic.critic_optimizer_step
+        return StageSnapshots(self.model, [self.optimizer_step, *([critic] if critic is not None else [])])
 
     @property
     def model(self) -> nn.Module:
@@ -278,69 +261,39 @@ class PolicyGradientTrainer(RolloutTrainer):
     def _play_and_score(
         self, rng: np.random.Generator
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], dict[str, float]]:
-        """All groups that were played, those to train on, and the rewards' metrics.
-
-        With dynamic sampling, groups without a difference in reward are dropped and refilled with new episodes, a
-        bounded number of times; metrics of success and reward are taken over all that was played.
-        """
+        """All groups that were played, those to train on, and the rewards' metrics."""
         settings = self.stage_settings
-        wanted, tries = settings.prompts_per_iteration, settings.sampling_tries
-        played: list[RolloutGroup] = []
-        kept: list[RolloutGroup] = []
-        scored: list[dict[str, float]] = []
-        seconds = 0.0
         self.rewards.set_weights(self.curriculum.stage.rewards)
-        for attempt in range(1 + tries):
-            started = time.perf_counter()
-            self.failures.is_refill = attempt > 0
-            if self.stream is not None:
-                groups = self._take(wanted - len(kept), settings, lambda rng: self._draw_episodes(rng, 1)[0])
-            else:
-                groups = self._play(
-                    self._draw_episodes(rng, wanted - len(kept)),
-                    group_size=settings.group_size,
-                    sampling=settings.sampling,
-                    purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
-                )
-            seconds += time.perf_counter() - started
-            if not groups:
-                continue
-            self.rewards.failures.iteration = self.iteration
-            groups, rewarded = self._score(groups)
-            scored.append(rewarded)
-            played += groups
-            kept += [g for g in groups if not tries or max(g.rewards) - min(g.rewards) > SAME_REWARD]
-            if len(kept) == wanted:
-                break
-        names = dict.fromkeys(name for part in scored for name in part)
-        metrics = {name: statistics.fmean(part[name] for part in scored if name in part) for name in names}
-        totals = [rollout.reward for group in played for rollout in group.rollouts if not rollout.is_masked]
-        metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        metrics |= self.process_group.on_rank_zero(lambda: self.rewards.observe(played, self.curriculum.stage.name))
+        found = sample_groups_with_signal(
+            functools.partial(self._play_round, rng), self._score,
+            wanted=settings.prompts_per_iteration, tries=settings.sampling_tries,
+        )  # fmt: skip
+        metrics = found.metrics()
+        metrics |= self.process_group.on_rank_zero(
+            lambda: self.rewards.observe(found.played, self.curriculum.stage.name)
+        )
         metrics |= self._failure_metrics()
-        if tries:
-            metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
-        return played, kept, metrics | {"perf/rollout_seconds": seconds}
+        if settings.sampling_tries:
+            metrics["train/dropped_group_rate"] = found.dropped_rate
+        return found.played, found.kept, metrics | {"perf/rollout_seconds": found.seconds}
+
+    def _play_round(self, rng: np.random.Generator, count: int, attempt: int) -> list[RolloutGroup]:
+        """Groups of `count` new episodes, or the next ones of the stream; `attempt` numbers the iteration's rounds."""
+        settings = self.stage_settings
+        self.failures.is_refill = attempt > 0
+        if self.stream is not None:
+            return self._take(count, settings, lambda rng: self._draw_episodes(rng, 1)[0])
+        return self._play(
+            self._draw_episodes(rng, count),
+            group_size=settings.group_size,
+            sampling=settings.sampling,
+            purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
+        )
 
     def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """The groups with their rewards, and metrics; rank 0 scores, and the other processes get its groups."""
-        states = self._turn_states(groups) if self.rewards.needs_states else []
-
-        def score() -> tuple[list[RolloutGroup], dict[str, float]]:
-            return groups, self.rewards.score(groups, embed=lambda _: states, penalties=self._penalties)
-
-        return self.process_group.on_rank_zero(score)
-
-    def _turn_states(self, groups: Sequence[RolloutGroup]) -> list[TurnStates]:
-        """Hidden states of the policy at the turns of all rollouts, in order, before this iteration's update."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        embed = functools.partial(
-            turn_states, self.policy, pad_id=self.pad_id, max_tokens=self.settings.micro_batch_tokens
-        )
-        with span("states"), self.optimizer_step.autocast():
-            return self.optimizer_step.sharded.all_gather_rows(
-                rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
-            )
+        """The groups with their rewards, and metrics."""
+        self.rewards.failures.iteration = self.iteration
+        return self._scorer.score(groups)
 
     def _draw_episodes(self, rng: np.random.Generator, count: int) -> list[EpisodeRequest]:
         """Episodes of the current stage: levels by their weights, training seeds of each level."""
@@ -399,11 +352,3 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Copy advantages into the groups, where rollouts were compared."""
         for group, samples in zip(self.groups, fresh, strict=True):
             group.advantages = [sample.advantage for sample in samples if sample.advantage is not None] or None
-
-
-def _check_reference(model: PreTrainedModel, reference: PreTrainedModel | None, kl_coef: float) -> None:
-    """Raises: SettingsError for a KL term without a reference, or a model that cannot be its own."""
-    if kl_coef > 0 and reference is None:
-        raise SettingsError(f"kl_coef: {kl_coef} needs a reference model")
-    if reference is model and not is_lora(model):
-        raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")

@@ -5,8 +5,7 @@ Suffixes: B rows of a micro-batch, S whole sequence.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,15 @@ import torch
 
 from rl_core.distributed import DummyBatch
 from rl_core.errors import SamplerMismatch
-from rl_core.losses.kl import kl_k3, kl_penalty
+from rl_core.losses.kl import kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
-from rl_core.memory import MemoryFit
 from rl_core.models.dropout import drops_out
-from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.models.logprobs import TokenOutputs, token_outputs
 from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
+from rl_core.trainers.policy_gradient.kl_limit import KLLimit
 from rl_core.trainers.policy_gradient.losses import (
     StepCounts,
     importance_weights,
@@ -33,7 +31,8 @@ from rl_core.trainers.policy_gradient.losses import (
     token_weights_of,
 )
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
+from rl_core.trainers.policy_gradient.trained_models import ActorCriticModels
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
@@ -166,23 +165,17 @@ class PolicyUpdate:
 
     def _sampler_is_policy(self) -> bool:
         """True = no importance weights, no dropout, and log-probs that differ from the sampler's by rounding alone."""
-        optimizer_step = self.actor_critic.optimizer_step
-        if self.buffer.mask_seed is not None:
+        if self.buffer.mask_seed is not None or self.settings.corrects_sampler:
             return False
-        is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
-        unweighted = self.settings.importance == "none" and self.settings.importance_mask == "none"
-        return unweighted and is_float32 and not optimizer_step.computes_in_bfloat16
+        return self.actor_critic.optimizer_step.computes_in_float32
 
     def _sampler_kl_max(self) -> float | None:
         """Limit of KL(sampler || trainer), nats per token; None = none."""
-        settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
-        if settings.sampler_kl_max is not None:
-            return settings.sampler_kl_max
-        weighted = settings.importance != "none" or settings.importance_mask != "none"
-        if weighted or self.buffer.mask_seed is not None:
+        if self.settings.sampler_kl_max is not None:
+            return self.settings.sampler_kl_max
+        if self.settings.corrects_sampler or self.buffer.mask_seed is not None:
             return None
-        is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
-        return 1e-3 if is_float32 and not optimizer_step.computes_in_bfloat16 else 0.1
+        return 1e-3 if self.actor_critic.optimizer_step.computes_in_float32 else 0.1
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order if there is a single step."""
@@ -201,14 +194,16 @@ class PolicyUpdate:
             self.counts = self._step_counts(indices)
             if self.settings.router_aux_loss_coef > 0:
                 self.num_routed_tokens = self._num_real_tokens(batches)
-            guard = self._kl_guard() if self.settings.kl_max is not None else None
+            limit = None
+            if self.settings.kl_max is not None:
+                limit = KLLimit(self.actor_critic, self.buffer, self.settings.kl_max)
             metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
                 square = metrics.pop("policy/importance_square_mean")  # 0 = all dropped
                 share = metrics["policy/importance_mean"] ** 2 / square if square else 0.0
                 metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
-            if guard is not None:
-                metrics |= guard(batches)
+            if limit is not None:
+                metrics |= limit.check(batches, self.counts.num_run_tokens)
         if self.actor_critic.critic_optimizer_step is not None:
             metrics |= self._critic_step(indices)
         return metrics
@@ -348,39 +343,3 @@ class PolicyUpdate:
             "value/grad_norm": metrics["train/grad_norm"],
             "value/skipped_steps": metrics["train/skipped_steps"],
         }
-
-    def _kl_guard(self) -> Callable[[Batches], dict[str, float]]:
-        """Hard KL limit: stores weights and optimizer; the returned function rolls a step beyond the limit back."""
-        optimizer_step, limit = self.actor_critic.optimizer_step, self.settings.kl_max
-        assert limit is not None
-        weights = {name: tensor.clone() for name, tensor in trainable_weights(optimizer_step.model).items()}
-        state = copy.deepcopy(optimizer_step.state_dict())
-
-        def check(batches: Batches) -> dict[str, float]:
-            kl = self._mean_kl(batches)
-            if kl <= limit:
-                return {"policy/kl_after_max": kl}
-            load_trainable_weights(optimizer_step.model, weights)
-            optimizer_step.load_state_dict(state)
-            return {"policy/kl_after_max": kl, "refused": 1.0}
-
-        return check
-
-    def _mean_kl(self, batches: Batches) -> float:
-        """Mean KL(old || current policy) per loss token of the step, k3 estimator."""
-
-        def own() -> float:
-            real = [batch for batch in batches if not isinstance(batch, DummyBatch)]
-            return sum(MemoryFit("KL after the update").compute(real, of_batch))
-
-        def of_batch(batch: TrainBatch) -> float:
-            batch = batch.to(self.actor_critic.device)
-            with self.buffer.masks(batch):
-                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
-            old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
-            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
-
-        optimizer_step = self.actor_critic.optimizer_step
-        with self.buffer.mode(self.actor_critic.policy), optimizer_step.autocast():
-            total = optimizer_step.sharded.with_full_weights_independent(own)
-        return sum(optimizer_step.process_group.all_gather(total)) / self.counts.num_run_tokens
