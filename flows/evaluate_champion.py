@@ -23,11 +23,18 @@ from rl_core.analysis.statistics import Rate
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
-from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, judge, note_check, settings_of_check
+from tasks.lifecycle.champion import (
+    ChampionVerdict,
+    count_checks,
+    figure_of,
+    figure_tags,
+    judge,
+    note_check,
+    settings_of_check,
+)
 from tasks.pipeline.prefect_artifacts import publish_page
 from tasks.pipeline.record import finished_run
 from tasks.stages.evaluate import read_evaluation
-from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["EVENT", "CheckResult", "announce", "evaluate_champion"]

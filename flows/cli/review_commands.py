@@ -105,7 +105,7 @@ def promote(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`."""
     settings = loading.load(arguments, import_code=False)
     loading.connect_mlflow(settings.output)
-    from tasks.stages.promote import promote_version
+    from tasks.lifecycle.promotion_by_hand import promote_version
 
     print(promote_version(settings, arguments.version, arguments.note))
     return 0

@@ -15,7 +15,7 @@ from rl_core.storage.single_files import append_bytes
 from tasks.config import PipelineSettings, StagesSettings, evaluation_settings
 from tasks.tracking import ModelVersion
 
-__all__ = ["ChampionVerdict", "count_checks", "figure_of", "judge", "note_check", "settings_of_check"]
+__all__ = ["ChampionVerdict", "count_checks", "figure_of", "figure_tags", "judge", "note_check", "settings_of_check"]
 
 CHECKS = "champion_checks.jsonl"
 
@@ -52,6 +52,17 @@ def figure_of(tags: Mapping[str, str]) -> Rate | None:
         )
     except (KeyError, ValueError):
         return None
+
+
+def figure_tags(result: Evaluation) -> dict[str, str]:
+    """The figure that a version is known by, as tags: later evaluations are compared with it."""
+    low, high = result.interval
+    return {
+        "figure.success_rate": f"{result.success_rate:.6g}",
+        "figure.low": f"{low:.6g}",
+        "figure.high": f"{high:.6g}",
+        "figure.samples": str(result.samples),
+    }
 
 
 def judge(result: Evaluation, registered: Rate, margin: float) -> ChampionVerdict:

@@ -18,15 +18,15 @@ from rl_core.settings import ExportSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.manifest import digest_folder
 from rl_core.storage.single_files import write_json_atomic
+from tasks.lifecycle.promotion_by_hand import REFUSED
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 
-__all__ = ["PROOF", "REFUSED", "checked_proof", "prove_models"]
+__all__ = ["PROOF", "checked_proof", "prove_models"]
 
 logger = logging.getLogger(__name__)
 
 PROOF = "export.json"
-REFUSED = "export.refused"  # tag of a version whose folder is not the model that was trained and evaluated
 
 
 def prove_models(

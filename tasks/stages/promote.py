@@ -11,27 +11,28 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ExportMismatch, PosttrainError, SettingsError
+from rl_core.errors import PosttrainError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.manifest import digest_folder
 from rl_core.storage.single_files import write_json_atomic
-from tasks.config import PipelineSettings, PromotionSettings
+from tasks.config import PromotionSettings
 from tasks.lifecycle import attempts
 from tasks.lifecycle.approval import ask, expire, note_answer, question, read
 from tasks.lifecycle.attempts import Attempt
+from tasks.lifecycle.champion import figure_tags
 from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, has_begun, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
-from tasks.stages.export import REFUSED, checked_proof
+from tasks.stages.export import checked_proof
 from tasks.stages.fresh_episodes import choose_draw
 from tasks.stages.promotion_gate import decide, too_few
 from tasks.stages.promotion_review import Side, write_report, write_review
 from tasks.tracking import ModelVersion, Tracking, VersionOf
 
-__all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
+__all__ = ["ChampionChanged", "promote"]
 
 logger = logging.getLogger(__name__)
 
@@ -267,17 +268,6 @@ def _move_alias(tracking: Tracking, name: str, version: int, tags: dict[str, str
         raise ChampionChanged(f"{name} has another champion than {before or 'none'} since the comparison began")
 
 
-def figure_tags(result: Evaluation) -> dict[str, str]:
-    """The figure that a version is known by, as tags: later evaluations are compared with it."""
-    low, high = result.interval
-    return {
-        "figure.success_rate": f"{result.success_rate:.6g}",
-        "figure.low": f"{low:.6g}",
-        "figure.high": f"{high:.6g}",
-        "figure.samples": str(result.samples),
-    }
-
-
 def _explain(
     context: StageContext, ours: Side, theirs: Side | None, verdict: str, attempt: Attempt | None, *, report: bool
 ) -> None:
@@ -309,45 +299,3 @@ def _asked_before(context: StageContext, attempt: Attempt | None) -> list[Attemp
     pipeline_run = context.pipeline_run
     found = attempts.read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
     return [*attempts.earlier(found, attempt), attempt]
-
-
-def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:
-    """Move the alias `champion` by hand: to `version`, or back to the champion before when `version` is None.
-
-    Returns: what was done, as a sentence. Raises: SettingsError when there is no such version; ExportMismatch for one
-        whose folder was found not to be the model that was evaluated.
-    """
-    output = Path(settings.output).resolve()
-    tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
-    registry = tracking.registry
-    registered = settings.tracking.registered_model or settings.name
-    champion = registry.champion(registered)
-    if version is None:
-        before = champion.tags.get("gate.champion_before", "none") if champion else "none"
-        if champion is None or not before.isdigit():
-            raise SettingsError(
-                f"model '{registered}' has no champion before the present one to go back to; name one with --version N"
-            )
-        version = int(before)
-    if champion is not None and champion.version == version:
-        registry.clear_challenger(registered, version)  # an earlier call may have been killed before it did
-        if (journal := tracking.journal_of(champion)) is not None:
-            tracking.replay(journal)
-        return f"version {version} of {registered} is the champion already"
-    promoted = registry.version(registered, version)  # raises where there is none
-    if refused := promoted.tags.get(REFUSED):
-        raise ExportMismatch(f"version {version} of {registered} is not promoted: {refused}")
-    tags = {
-        "gate.decision": "promoted by hand",
-        "gate.reason": note or "promoted by hand",
-        "gate.champion_before": str(champion.version) if champion else "none",
-    }
-    journal = tracking.journal_move(promoted, "champion", tags)
-    registry.tag_version(registered, version, tags)
-    fault("hand.tagged")
-    registry.set_champion(registered, version)
-    if journal is not None:
-        tracking.replay(journal)
-    was = f" (was version {champion.version})" if champion else ""
-    unproven = "" if "export.model_sha256" in promoted.tags else "; there is no proof of its export (stage export)"
-    return f"version {version} of {registered} is the champion now{was}{unproven}"

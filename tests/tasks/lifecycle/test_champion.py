@@ -6,8 +6,7 @@ from rl_core.analysis.statistics import Rate, wilson_interval
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory
 from tasks.config import from_dict
-from tasks.lifecycle.champion import count_checks, figure_of, judge, note_check, settings_of_check
-from tasks.stages.promote import figure_tags
+from tasks.lifecycle.champion import count_checks, figure_of, figure_tags, judge, note_check, settings_of_check
 from tasks.tracking import ModelVersion
 
 

@@ -13,9 +13,9 @@ from rl_core.models.logprob_record import EVALUATED, TRAINED, TokenRecord, score
 from rl_core.settings import ExportSettings, ModelSettings
 from rl_core.storage.manifest import digest_folder
 from tasks.config import StagesSettings, from_dict
+from tasks.lifecycle.promotion_by_hand import promote_version
 from tasks.pipeline.stage import StageContext, StageResult
 from tasks.stages import export
-from tasks.stages.promote import promote_version
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_it_comes_with_promote_and_cannot_be_left_out():
 def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
     version = SimpleNamespace(version=2, tags={"export.refused": "its log-probs differ by 2 nats"})
     registry = SimpleNamespace(champion=lambda name: None, version=lambda name, number: version)
-    monkeypatch.setattr("tasks.stages.promote.Tracking", lambda *a: SimpleNamespace(registry=registry))
+    monkeypatch.setattr("tasks.lifecycle.promotion_by_hand.Tracking", lambda *a: SimpleNamespace(registry=registry))
     settings = from_dict({"name": "t", "stages": {"sft": {}}})
     with pytest.raises(ExportMismatch, match="version 2 of t is not promoted: its log-probs differ by 2 nats"):
         promote_version(settings, 2)

@@ -11,7 +11,7 @@ from rl_core.errors import BackendError
 from rl_core.storage import faults
 from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
-from tasks.stages.promote import promote_version
+from tasks.lifecycle.promotion_by_hand import promote_version
 from tasks.tracking import PARENT, Tracking, VersionOf
 from tasks.tracking import replay as replaying
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path
