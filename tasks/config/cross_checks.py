@@ -21,7 +21,7 @@ from tasks.config.network_checks import STAGE as NETWORK
 from tasks.config.network_checks import network_problems
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
-from tasks.stage_registry import names, policy_stages
+from tasks.config.stage_checks import stage_problems
 
 __all__ = ["check_combinations", "find_waste"]
 
@@ -45,7 +45,7 @@ def check_combinations(
     """
     findings = [
         *_model(settings),
-        *_stages(settings),
+        *(_Finding(problem, about) for problem, about in stage_problems(settings)),
         *_sampling(settings),
         *_loops(settings),
         *_sinks(settings),
@@ -99,79 +99,6 @@ def _model(settings: PipelineSettings) -> Iterator[_Finding]:
             ("model", "trust_remote_code"),
             "a preset brings no code; set model.path, or remove this key",
             ("model", "path"),
-        )
-
-
-def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
-    """Each stage's needs from the stages before it, or from model.path."""
-    stages = settings.stages
-    path: Key = ("model", "path")
-    policies = [("stages", name) for name in policy_stages()]
-    trained = any(getattr(stages, name) is not None for name in policy_stages())
-    trained = trained or any(block and name not in names() for name, block in stages.own.items())  # not imported
-    any_policy = f"{', '.join(policy_stages()[:-1])} or {policy_stages()[-1]}"
-    if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
-        yield _finding(
-            ("stages", "sft"),
-            "learns from what stages.prepare_data reads or makes; add `prepare_data: {}`",
-            path,
-            ("stages", "prepare_data"),
-        )
-    has_preferences = stages.prepare_data is not None and stages.prepare_data.preferences is not None
-    if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_preferences:
-        yield _finding(
-            ("stages", "reward_model", "loss"),
-            "mse learns from scored answers; name a file of rows with prompt, completion and score in "
-            "stages.prepare_data.preferences, or use bradley_terry",
-            ("stages", "prepare_data"),
-        )
-    if stages.evaluate is not None and not trained and settings.model.path is None:
-        yield _finding(
-            ("stages", "evaluate"),
-            f"has no policy to evaluate; add stages.{any_policy}, or set model.path",
-            path,
-            *policies,
-        )
-    if stages.distill is not None and stages.distill.teacher.model is None:
-        yield _finding(
-            ("stages", "distill", "teacher", "model"),
-            "no teacher is named; give a model folder, a hub name or models:/NAME@ALIAS, or with url the name that the "
-            "server knows it by",
-        )
-    has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
-    for name in ("preference", "reward_model"):
-        if getattr(stages, name) is None or has_pairs or stages.sft is not None or settings.model.path is not None:
-            continue
-        yield _finding(
-            ("stages", name),
-            "has no pairs to learn from; set stages.prepare_data.preferences to a file of them, or give it a policy "
-            "whose scored rollouts make them (stages.sft or model.path)",
-            path,
-            ("stages", "sft"),
-            ("stages", "prepare_data"),
-        )
-    if stages.analyze is not None and stages.evaluate is None:
-        yield _finding(
-            ("stages", "analyze"), "needs the episodes of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")
-        )
-    if stages.export is not None and stages.promote is None:
-        if stages.evaluate is None:
-            yield _finding(
-                ("stages", "export"),
-                "needs the log-probs of stages.evaluate; add `evaluate: {}`",
-                ("stages", "evaluate"),
-            )
-        if not trained:
-            yield _finding(("stages", "export"), f"has no new model to prove; add stages.{any_policy}", *policies)
-    if stages.promote is not None and stages.evaluate is None:
-        yield _finding(
-            ("stages", "promote"), "needs the result of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")
-        )
-    if stages.promote is not None and not trained:
-        yield _finding(
-            ("stages", "promote"),
-            f"has no new model to promote; add stages.{any_policy}",
-            *policies,
         )
 
 

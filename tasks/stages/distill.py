@@ -11,7 +11,7 @@ from rl_core.settings import DistillationSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.loading import load_policy, make_environment, save_policy
 from tasks.stages.policy import evaluator, recent_metrics
 
 __all__ = ["distill"]
@@ -55,12 +55,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     recipe.trainer.keep_failures(keeper(context, failed))
     outcome = context.train(recipe)
-    context.save_model(
-        recipe.trainer.optimizer_step,
-        policy.model,
-        policy.tokenizer,
-        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
-    )
+    save_policy(context, policy, recipe.trainer.optimizer_step)
     metrics = {**recent_metrics(outcome.history), **outcome.metrics}
     kl = metrics.get("policy/teacher_kl")
     return {

@@ -1,4 +1,4 @@
-"""Loading of a policy with its renderer and backend, and of the environment, for all stages."""
+"""Loading of a policy with its renderer and backend, and of the environment, for all stages; saving of a policy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tasks.config import PipelineSettings
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
+    from rl_core.training.optimizer_step import OptimizerStep
+    from tasks.pipeline.stage import StageContext
 
-__all__ = ["environment_factory", "load_policy", "make_environment"]
+__all__ = ["environment_factory", "load_policy", "make_environment", "save_policy"]
 
 
 def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
@@ -22,6 +24,16 @@ def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
     from rl_core.api import policy  # here: it loads torch, not needed if cached
 
     return policy.load_policy(source, pipeline.model)
+
+
+def save_policy(context: StageContext, policy: Policy, optimizer_step: OptimizerStep) -> None:
+    """Write the policy that the stage has trained into its folder."""
+    context.save_model(
+        optimizer_step,
+        policy.model,
+        policy.tokenizer,
+        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
+    )
 
 
 def make_environment(pipeline: PipelineSettings, data: Path | None) -> Environment:

@@ -16,11 +16,13 @@ from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import validation_episodes
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import environment_factory, load_policy, make_environment
+from tasks.stages.kl_reference import kl_reference
+from tasks.stages.loading import environment_factory, load_policy, make_environment, save_policy
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.rewards.contribution import Contribution
+    from rl_core.rewards.learned import Scorer
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
@@ -45,33 +47,19 @@ def optimise_policy(
 
 def _body(context: StageContext) -> dict[str, Any]:
     from rl_core.api.recipes.policy_gradient import policy_gradient  # here: they load torch, not needed if cached
-    from rl_core.models import heads
-    from rl_core.models.lora import is_lora
-    from rl_core.references.pool import frozen_models
 
     settings: PolicySettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
-    frozen = dataclasses.replace(context.pipeline.model, lora=None)
-    reference = None
-    if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
-        reference = policy.model
-        if not is_lora(policy.model):
-            precision = settings.reference_precision
-            reference = frozen_models().get(context.inputs["model"], frozen, precision=precision)
-    scorer = None
-    if "reward_model" in context.inputs:
-        folder = Path(context.inputs["reward_model"]) / "model"
-        scorer = functools.partial(heads.score, frozen_models().get(folder, frozen, kind="reward_model"))
     failed = kept_episodes(context)
     recipe = policy_gradient(
         policy,
-        reference,
+        kl_reference(context, policy, settings.reference_precision) if settings.kl_coef > 0 else None,
         environment,
         settings,
         context.seed,
-        scorer=scorer,
+        scorer=_scorer(context) if "reward_model" in context.inputs else None,
         evaluator=evaluator(context, settings, policy, environment) if settings.eval_every else None,
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
@@ -86,12 +74,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(recipe)
-    context.save_model(
-        trainer.optimizer_step,
-        policy.model,
-        policy.tokenizer,
-        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
-    )
+    save_policy(context, policy, trainer.optimizer_step)
     history = trainer.curriculum.history_json()
     parts = context.process_group.on_rank_zero(
         functools.partial(_contributions, context, list(trainer.rewards.components))
@@ -113,6 +96,16 @@ def _body(context: StageContext) -> dict[str, Any]:
         "note": f"{outcome.ended}; "
         f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
+
+
+def _scorer(context: StageContext) -> Scorer:
+    """Scores token rows with the reward model that is among the inputs."""
+    from rl_core.models import heads
+    from rl_core.references.pool import frozen_models
+
+    frozen = dataclasses.replace(context.pipeline.model, lora=None)
+    folder = Path(context.inputs["reward_model"]) / "model"
+    return functools.partial(heads.score, frozen_models().get(folder, frozen, kind="reward_model"))
 
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from tasks.pipeline.key import stage_seed
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.kl_reference import kl_reference
+from tasks.stages.loading import load_policy, make_environment, save_policy
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
@@ -38,8 +38,6 @@ def learn_thoughts(pipeline_run: PipelineRun, model: Path | str, data: StageResu
 
 def _body(context: StageContext) -> dict[str, Any]:
     from rl_core.api.recipes.thoughts import thoughts  # here: they load torch, not needed if cached
-    from rl_core.models.lora import is_lora
-    from rl_core.references.pool import frozen_models
 
     settings: ThoughtsSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
@@ -49,18 +47,12 @@ def _body(context: StageContext) -> dict[str, Any]:
     validation = heldout_requests(environment, episodes, context.seed)
     examined = _check_requests(context, environment, validation)
     failed = kept_episodes(context)
-    reference = None
-    if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
-        reference = policy.model
-        if not is_lora(policy.model):
-            frozen = dataclasses.replace(context.pipeline.model, lora=None)
-            reference = frozen_models().get(context.inputs["model"], frozen)
     recipe = thoughts(
         policy,
         environment,
         settings,
         context.seed,
-        reference=reference,
+        reference=kl_reference(context, policy) if settings.kl_coef > 0 else None,
         heldout=validation,
         record=record_all(RecentRollouts(context.folder / RECENT_ROLLOUTS), failed),
         process_group=context.process_group,
@@ -68,12 +60,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     trainer = recipe.trainer
     trainer.keep_failures(keeper(context, failed))
     outcome = context.train(recipe)
-    context.save_model(
-        trainer.optimizer_step,
-        policy.model,
-        policy.tokenizer,
-        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
-    )
+    save_policy(context, policy, trainer.optimizer_step)
     verdict = _examine(context, trainer, policy, examined)
     context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
     if context.process_group.is_rank_zero:
