@@ -184,23 +184,13 @@ def execute(
         run_dag(pipeline_run, models or {}, stage_task)
         fault("flow.staged")
         rows = result_rows(pipeline_run)
-        pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
-        description = describe(pipeline_run, rows)
-        pipeline_run.parent.set_description(description)
-        pipeline_run.parent.set_tag("result", headline(rows))
-        fault("flow.described")
-        picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")
-        fault("flow.drawn")
-        pipeline_run.parent.log_artifact(picture, "figures")
-        run_url = pipeline_run.tracking.run_url(pipeline_run.parent.run_id or "")
-        link = f"[MLflow run]({run_url})\n\n" if run_url else ""
-        page = f"# {pipeline_run.parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
+        page = _report(pipeline_run, rows)
         artifact = publish_page(f"{typed.name}-result", page, headline(rows))
     fault("flow.closed")
     return PipelineResult(
         results=dict(pipeline_run.results),
         rows=rows,
-        run_url=run_url,
+        run_url=pipeline_run.tracking.run_url(pipeline_run.parent.run_id or ""),
         page=page,
         artifact=artifact,
         seconds=pipeline_run.seconds,
@@ -208,6 +198,23 @@ def execute(
         ok=not pipeline_run.postponed,
         waiting=pipeline_run.approval,
     )
+
+
+def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
+    """Metrics, description and picture of the run on its own page; returns the text of Prefect's page."""
+    parent = pipeline_run.parent
+    parent.log_metrics(parent_metrics(pipeline_run), 0)
+    description = describe(pipeline_run, rows)
+    parent.set_description(description)
+    parent.set_tag("result", headline(rows))
+    fault("flow.described")
+    title = f"{pipeline_run.settings.name}: {pipeline_run.seconds:.0f} s"
+    picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", title)
+    fault("flow.drawn")
+    parent.log_artifact(picture, "figures")
+    run_url = pipeline_run.tracking.run_url(parent.run_id or "")
+    link = f"[MLflow run]({run_url})\n\n" if run_url else ""
+    return f"# {parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
 
 
 def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, file_digest, read_number, read_rows, read_text, unchanged
-from rl_core.data.formats import Kind, as_demonstration, as_preference, columns_to_read, format_of, unknown_columns
+from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text, unchanged
+from rl_core.data.formats import Kind, columns_to_read, format_of, unknown_columns
 from rl_core.data.kept_rows import KeptRows, rows_at
-from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
+from rl_core.data.row_schemas import OPTIONAL, Row, demonstration_row, optional_columns, preference_row, prompt_row
 from rl_core.data.row_uses import misfit
 from rl_core.errors import DataError, RecordsError, SettingsError
 from rl_core.storage.faults import fault
@@ -36,11 +36,9 @@ __all__ = [
     "report",
 ]
 
-Row = dict[str, Any]
 RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
 CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
-_OPTIONAL = ("level", "kind", "seed")
 _DEMONSTRATION_COLUMNS = columns_to_read("demonstrations")
 _PREFERENCE_COLUMNS = columns_to_read("preferences")
 _LISTED = 10  # bad rows listed in a message
@@ -96,7 +94,7 @@ def read_demonstrations(
         check_rows: called with all usable rows; gives why each is a bad row all the same, "" where it is none.
     Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
-    return _read(path, _DEMONSTRATION_COLUMNS, _demonstration, on_bad_row, max_rows, check_rows)
+    return _read(path, _DEMONSTRATION_COLUMNS, demonstration_row, on_bad_row, max_rows, check_rows)
 
 
 def read_preferences(
@@ -114,7 +112,7 @@ def read_preferences(
     loss `kto`); a scored one has a `score`, a number, in place of the label (a reward model with the loss `mse`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
-    return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, check_rows)
+    return _read(path, _PREFERENCE_COLUMNS, preference_row, on_bad_row, max_rows, check_rows)
 
 
 def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None) -> Records:
@@ -122,7 +120,7 @@ def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | N
 
     Arguments and errors are those of `read_demonstrations`.
     """
-    return _read(path, None, _prompt, on_bad_row, max_rows, None)
+    return _read(path, None, prompt_row, on_bad_row, max_rows, None)
 
 
 def read_questions(
@@ -142,10 +140,10 @@ def read_questions(
     def question(row: Row) -> Row:
         kept = {name: read_text(row, name) for name in ("question", "answer")}
         kept["final"] = "" if check is not None and row.get("final") is None else read_text(row, "final")
-        kept |= _optional(row)
+        kept |= optional_columns(row)
         return kept if check is None else check(kept)
 
-    columns = ("question", "answer", "final", *_OPTIONAL)
+    columns = ("question", "answer", "final", *OPTIONAL)
     return _read(path, columns, question, on_bad_row, max_rows, None)
 
 
@@ -159,8 +157,8 @@ def check_first_rows(
     Returns: the number of rows checked. Raises: as `read_demonstrations`; DataError naming a row that does not fit.
     """
     columns, schema = {
-        "demonstrations": (_DEMONSTRATION_COLUMNS, _demonstration),
-        "preferences": (_PREFERENCE_COLUMNS, _preference),
+        "demonstrations": (_DEMONSTRATION_COLUMNS, demonstration_row),
+        "preferences": (_PREFERENCE_COLUMNS, preference_row),
     }[kind]
     records = _checked(path, columns, schema, on_bad_row, max_rows)
     for line, row in zip(records.lines, records.rows, strict=True):
@@ -181,7 +179,7 @@ def _read(
         records = _checked(source, columns, schema, on_bad_row, max_rows, check_rows)
         fault("data.read")
         records.digest = _digest(source, records.rows)
-    if schema in (_demonstration, _preference):
+    if schema in (demonstration_row, preference_row):
         records.repeats = find_repeats(records.rows)
         name = str(source) if isinstance(source, str | Path) else "data"
         records.repeats.say(name, len(records.rows), records.lines)
@@ -300,90 +298,4 @@ def _refused(
     records.lines = [records.lines[place] for place in kept]
 
 
-def _optional(row: Row) -> Row:
-    """Optional columns that describe the episode of a row."""
-    kept: Row = {name: read_text(row, name) for name in ("level", "kind") if row.get(name) is not None}
-    seed = row.get("seed")
-    if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise BadRow("seed", f"must be an integer, found {describe(seed)}")
-        if not -(2**63) <= seed < 2**63:
-            raise BadRow("seed", "does not fit into 64 bits")
-        kept["seed"] = seed
-    return kept
-
-
-def _demonstration(row: Row) -> Row:
-    row = as_demonstration(row)
-    messages = _messages(row)
-    tools = checked_tools(row["tools"]) if row.get("tools") else []
-    return {"messages": messages, **({"tools": tools} if tools else {}), **_optional(row)}
-
-
-def _messages(row: Row) -> list[dict[str, Any]]:
-    found = row["messages"]
-    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], Mapping) and found[0].get("role") == "text":
-        return [{"role": "text", "content": read_text(found[0], "content", "text")}]
-    messages = checked_messages(row["messages"], "messages")
-    if messages[-1]["role"] != "assistant":
-        raise BadRow(
-            f"messages[{len(messages) - 1}].role", f"must be assistant at the end, found '{messages[-1]['role']}'"
-        )
-    if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):
-        raise BadRow("messages", "carries no loss: every assistant message has weight 0")
-    return messages
-
-
-def _prompt(row: Row) -> Row:
-    if not isinstance(row.get("prompt"), list):
-        return {**row, "prompt": read_text(row, "prompt")}
-    messages = checked_messages(row["prompt"], "prompt")
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(f"prompt[{len(messages) - 1}].role", "is assistant, but the policy is to write what comes next")
-    return {**row, "prompt": messages}
-
-
-def _labelled(row: Row) -> Row:
-    kept: Row = {name: _said(row, name) for name in ("prompt", "completion")}
-    if row.get("score") is not None and row.get("label") is None:
-        return {**kept, "score": read_number(row, "score"), **_tools(row), **_optional(row)}
-    label = row.get("label")
-    if not isinstance(label, bool):
-        raise BadRow("label", "is missing" if label is None else f"must be true or false, found {describe(label)}")
-    return {**kept, "label": label, **_tools(row), **_optional(row)}
-
-
-def _said(row: Row, name: str) -> str | list[dict[str, Any]]:
-    """Text, or messages that `as_preference` has checked."""
-    return row[name] if isinstance(row.get(name), list) and row[name] else read_text(row, name)
-
-
-def _tools(row: Row) -> Row:
-    return {"tools": checked_tools(row["tools"])} if row.get("tools") else {}
-
-
-def _margin(row: Row) -> Row:
-    return {} if row.get("margin") is None else {"margin": read_number(row, "margin", lowest=0.0)}
-
-
-def _tie(row: Row) -> Row:
-    if not isinstance(row.get("tie"), bool | None):
-        raise BadRow("tie", f"must be true or false, found {describe(row['tie'])}")
-    return {"tie": True} if row.get("tie") else {}
-
-
-def _preference(row: Row) -> Row:
-    row = as_preference(row)
-    if row.get("chosen") is None and row.get("rejected") is None and ("completion" in row or "label" in row):
-        return _labelled(row)
-    kept: Row = {name: _said(row, name) for name in ("prompt", "chosen", "rejected")}
-    if _bare(kept["chosen"]) == _bare(kept["rejected"]):
-        raise BadRow("chosen", "is equal to rejected, so there is no preference")
-    return kept | _margin(row) | _tie(row) | _tools(row) | _optional(row)
-
-
-def _bare(side: str | list[dict[str, Any]]) -> Any:
-    return side.strip() if isinstance(side, str) else side
-
-
-_KINDS: dict[Callable[[Row], Row], Kind] = {_demonstration: "demonstrations", _preference: "preferences"}
+_KINDS: dict[Callable[[Row], Row], Kind] = {demonstration_row: "demonstrations", preference_row: "preferences"}

@@ -135,11 +135,7 @@ class Prompts(Environment):
         every = [row for part in self._rows.values() for row in part]
         self.columns = tuple(dict.fromkeys(name for row in every for name in row))
         self._check_options()
-        levels = [row.get(level) for row in every]
-        if any(one is None for one in levels) and any(one is not None for one in levels):
-            count = sum(one is None for one in levels)
-            raise DataError(f"prompts: {count} of {len(levels)} rows have no {level}; give it in every row or in none")
-        self.levels = tuple(dict.fromkeys(str(one) for one in levels if one is not None)) or (ONE_LEVEL,)
+        self.levels = _levels_of([row.get(level) for row in every], level)
         self._seeds = {
             (split, one): [
                 seed
@@ -375,3 +371,14 @@ def _toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Tools
 
         return McpToolset(mcp, found)
     return Toolset(found)
+
+
+def _levels_of(levels: Sequence[Any], column: str) -> tuple[str, ...]:
+    """The different levels of rows, in order; a single one where no row has any.
+
+    Raises: DataError where some rows have one.
+    """
+    if any(level is None for level in levels) and any(level is not None for level in levels):
+        count = sum(level is None for level in levels)
+        raise DataError(f"prompts: {count} of {len(levels)} rows have no {column}; give it in every row or in none")
+    return tuple(dict.fromkeys(str(level) for level in levels if level is not None)) or (ONE_LEVEL,)

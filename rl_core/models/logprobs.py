@@ -96,16 +96,12 @@ def token_outputs(
     positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
     targets_N, temperatures_N = ids_BS.reshape(-1)[positions_N], _temperatures(batch, positions_N)
     base = unwrap(model)
-    routed: Any = None
     if plain_head(base).allowed:
-        head = base.get_output_embeddings()
-        if with_load_balancing:  # experts have no fast path
-            trunk: Any = base.base_model
-            output = trunk(**model_inputs(base, batch), use_cache=False, output_router_logits=True)
-            routed, hidden_BSH = output.router_logits, output.last_hidden_state
-        else:
-            hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=value_head is not None))
+        hidden_BSH, routed = _trunk_states(
+            base, batch, with_last=value_head is not None, with_router=with_load_balancing
+        )
         hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
+        head = base.get_output_embeddings()
         options: dict[str, Any] = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
         logprobs_N, entropy_N = selected_logprobs(
             hidden_NH, head.weight, head.bias, targets_N, temperatures_N=temperatures_N, **options
@@ -135,6 +131,17 @@ def token_outputs(
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result
+
+
+def _trunk_states(
+    base: PreTrainedModel, batch: TrainBatch, *, with_last: bool, with_router: bool
+) -> tuple[torch.Tensor, Any]:
+    """Hidden states [B, S, H] before the head, and the layers' router logits; None = not asked for."""
+    if not with_router:
+        return hidden_states(base, batch, _read_places(batch, with_last=with_last)), None
+    trunk: Any = base.base_model  # experts have no fast path
+    output = trunk(**model_inputs(base, batch), use_cache=False, output_router_logits=True)
+    return output.last_hidden_state, output.router_logits
 
 
 def check_contexts(model: PreTrainedModel) -> None:

@@ -215,22 +215,9 @@ def _compute(
         if is_registered and (stage.folder / "model").is_dir():
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
-        if epochs := kept_epochs(stage.folder):
-            summary["epochs"] = epochs
-        summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(tracker.seconds, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
-        if damaged := damaged_lines(stage):
-            summary["damaged_lines"] = damaged
-            tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
-        log_records(
-            tracker, stage.folder, stage.final, stage.name,
-            max_megabytes=pipeline_run.settings.tracking.records_megabytes,
-        )  # fmt: skip
-        tracker.log_dict(summary, "summary.json")
-        if summary.get("note"):
-            tracker.set_tag("result", result_text(str(summary["note"])))
-        write_json_atomic(stage.folder / "summary.json", summary)
+        _record(pipeline_run, stage, tracker, summary)
         fault("stage.summarised")
     fault("stage.closed")
     return StageResult(
@@ -243,6 +230,24 @@ def _compute(
         run_id=tracker.run_id or "",
         summary=summary,
     )
+
+
+def _record(pipeline_run: PipelineRun, stage: KeyedStage, tracker: RunTracker, summary: dict[str, Any]) -> None:
+    """Complete the summary by what the folder tells; write it, and show it and the folder's records in the run."""
+    if epochs := kept_epochs(stage.folder):
+        summary["epochs"] = epochs
+    summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
+    if damaged := damaged_lines(stage):
+        summary["damaged_lines"] = damaged
+        tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
+    log_records(
+        tracker, stage.folder, stage.final, stage.name,
+        max_megabytes=pipeline_run.settings.tracking.records_megabytes,
+    )  # fmt: skip
+    tracker.log_dict(summary, "summary.json")
+    if summary.get("note"):
+        tracker.set_tag("result", result_text(str(summary["note"])))
+    write_json_atomic(stage.folder / "summary.json", summary)
 
 
 def _threads(pipeline_run: PipelineRun, stage: KeyedStage) -> int:
