@@ -77,7 +77,6 @@ class SeriesTable:
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.num_nonfinite = 0
-        self.num_left_out = 0  # observations of metrics beyond the first `NAMES`
         self.version = 0  # incremented per row
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -114,8 +113,6 @@ class SeriesTable:
             self.num_nonfinite += len(found) - len(at)
             if name in self.series or (len(at) and len(self.series) < NAMES):
                 self.series.setdefault(name, Series()).extend(all_steps[at], all_times[at], values[finite])
-            else:
-                self.num_left_out += len(at)
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from flows.sweep.plan import EVALUATED, SweepPlan
+from flows.sweep.plan import SweepPlan
 from flows.sweep.record import TrialOutcome, trial_name
 from flows.sweep.space import Params
 from rl_core.analysis.paired_tests import gain_test
@@ -151,11 +151,6 @@ def compare_on_fresh(
         FinalistGain(number, found.difference, found.low, found.high, p_value, corrected, count)
         for (number, found, p_value, count), corrected in zip(rows, adjusted, strict=True)
     ]
-
-
-def is_played(plan: SweepPlan) -> Literal[True, False]:
-    """True = the metric is an outcome of episodes, so that fresh ones can measure it again."""
-    return plan.metric in EVALUATED
 
 
 def _by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

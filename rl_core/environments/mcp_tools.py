@@ -31,7 +31,6 @@ __all__ = ["McpToolset"]
 
 T = TypeVar("T")
 MAX_PAGES = 100  # of a server's list of tools
-CLOSE_S = 10.0
 _OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
 _UNNAMED = re.compile(r"[^A-Za-z0-9_-]")
 

@@ -20,7 +20,6 @@ e-processes); Tian and Ramdas 2021, arXiv:1910.04900 (alpha-spending); Berger 19
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -121,13 +120,6 @@ class SequentialGate:
             "online/gate_p_value": max(self.p_value(rival) for rival in RIVALS),
             "online/gate_level": self.level,
         }
-
-    def episodes_of_no_difference(self) -> int:
-        """Episodes that a candidate which never differs needs to be promoted; a lower bound for others."""
-        for episodes in range(1, self.settings.max_episodes + 1):
-            if betting_test([0.0], [episodes], -self.settings.margin) <= self.level:
-                return episodes
-        return math.ceil(self.settings.max_episodes + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything; the number of candidates above all."""

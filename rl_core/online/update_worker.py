@@ -113,12 +113,6 @@ class UpdateWorker:
                 break
         return had
 
-    def run_to_end(self) -> None:
-        """Everything that the log holds by now, then save."""
-        while self.step():
-            pass
-        self.save()
-
     def _due(self) -> int:
         """Records after which the next update is made."""
         return self.settings.update.first_update + self.updates * self.settings.update.update_every

@@ -30,7 +30,6 @@ PACKAGES = (
     "matplotlib",
     "numpy",
 )
-TICKS = os.sysconf("SC_CLK_TCK")
 
 # Runs the command in this process, so that it can say what it used itself, and when its first stage began.
 RUNNER = """

@@ -85,6 +85,13 @@ def make_worker(folder, log, chosen=None, *, model=None, audit=None, fingerprint
     )  # fmt: skip
 
 
+def run_to_end(worker):
+    """Everything that the log holds by now, then save."""
+    while worker.step():
+        pass
+    worker.save()
+
+
 def outcome(worker):
     """Everything that two workers of the same records must have in common, to the last bit."""
     tensors = []

@@ -78,10 +78,9 @@ class Scripted:
 
     def __init__(self, policy):
         self.policy = policy
-        self.refreshed = 0
 
     def refresh(self):
-        self.refreshed += 1
+        """It has no weights."""
 
     def run(self, sequences, sampling):
         seen = {}

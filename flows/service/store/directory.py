@@ -170,11 +170,6 @@ class Directory:
             query = query.where(_checkpoints.c.model_id == model_id)
         return self._page(CheckpointRecord, query, limit, offset)
 
-    def add_checkpoint(self, record: CheckpointRecord) -> None:
-        """Saved weights whose folder is there already (a copy)."""
-        with self._database.writing() as connection:
-            connection.execute(_checkpoints.insert().values(dataclasses.asdict(record)))
-
     def add_copy(self, run: TrainingRunRecord, record: CheckpointRecord) -> None:
         """Saved weights whose folder is there already, and the run that holds them; either may be known."""
         with self._database.writing() as connection:

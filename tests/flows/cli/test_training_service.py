@@ -8,7 +8,7 @@ from helpers import ROOT
 
 from flows.cli.main import main
 from flows.service.configuration import load_service_settings
-from flows.service.store import CheckpointRecord, NewRequest, ServiceStore
+from flows.service.store import CheckpointRecord, NewRequest, ServiceStore, TrainingRunRecord
 from rl_core.errors import SettingsError
 
 
@@ -85,7 +85,8 @@ def test_a_saved_path_becomes_champion(config, capsys, monkeypatch):
     store = ServiceStore(load_service_settings(config).store_url)
     path = "tinker://r/weights/a"
     values = {"model_id": "r", "owner": "k", "kind": "weights", "name": "a", "folder": "w", "created": 1.0}
-    store.add_checkpoint(CheckpointRecord(path=path, **values))
+    run = TrainingRunRecord(model_id="r", owner="k", session_id="s", created=1.0, touched=1.0)
+    store.add_copy(run, CheckpointRecord(path=path, **values))
     moved = []
 
     class Registry:

@@ -249,7 +249,7 @@ def test_lists_of_sessions_runs_and_checkpoints(store, clock):
         path="tinker://r0/weights/a", model_id="r0", owner="key-1", kind="weights", name="a", folder="weights/a",
         created=clock.now, expires=clock.now + 10,
     )  # fmt: skip
-    store.add_checkpoint(record)
+    store.add_copy(store.run("r0"), record)
     assert store.checkpoint(record.path) == record and store.checkpoints(model_id="r0").items == [record]
     assert store.change_checkpoint(record.path, public=True) and store.checkpoint(record.path).public
     assert not store.drop_checkpoint(record.path)  # it lives

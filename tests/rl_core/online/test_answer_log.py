@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers.online_worker import make_worker, settings
+from helpers.online_worker import make_worker, run_to_end, settings
 
 from rl_core.environments import make
 from rl_core.errors import DataError
@@ -112,7 +112,7 @@ def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
     assert [record.kind for record in records] == ["experience", "label", "label", "control"]
     assert [record.label()[1].text for record in records[1:3]] == ["blue", "green"]
     with make_worker(tmp_path / "worker", tmp_path, CHAT) as worker:  # and the worker takes all of it
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.counts["refused"] == 0 and worker.buffer.find("chatcmpl-1").label.text == "green"
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from helpers.online_worker import answered, make_worker, outcome, settings, write_traffic
+from helpers.online_worker import answered, make_worker, outcome, run_to_end, settings, write_traffic
 
 from rl_core.errors import CheckpointError, DataError, FolderBusy, ResumeRefused
 from rl_core.online.experience_log import ExperienceLog, segments
@@ -30,7 +30,7 @@ def traffic(tmp_path_factory):
 def whole(traffic, tmp_path_factory):
     """Outcome of a worker that nothing disturbed."""
     with make_worker(tmp_path_factory.mktemp("whole"), traffic) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         return outcome(worker)
 
 
@@ -53,7 +53,7 @@ def test_a_worker_beside_the_writer_equals_one_that_comes_later(tmp_path, whole)
             if number % 3 == 0:
                 while worker.step():
                     pass
-        worker.run_to_end()
+        run_to_end(worker)
         assert outcome(worker) == whole
 
 
@@ -81,12 +81,12 @@ def test_killed_anywhere_and_resumed_it_computes_the_same_bits(traffic, whole, t
     def run(fault):
         faults.configure(fault)
         with make_worker(tmp_path, traffic) as worker:
-            worker.run_to_end()
+            run_to_end(worker)
 
     for fault in points:
         assert os.WTERMSIG(forked(lambda fault=fault: run(fault))) == signal.SIGKILL, fault
     with make_worker(tmp_path, traffic) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert outcome(worker) == whole
 
 
@@ -99,7 +99,7 @@ def test_stopped_between_two_updates_it_goes_on(traffic, whole, tmp_path):
             break
         worker.save()
     with make_worker(tmp_path, traffic) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert outcome(worker) == whole
 
 
@@ -113,7 +113,7 @@ def test_without_its_snapshots_it_uses_what_was_recorded(traffic, tmp_path):
 
 def test_another_setting_or_log_is_refused(traffic, tmp_path):
     with make_worker(tmp_path, traffic) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         with pytest.raises(FolderBusy):
             make_worker(tmp_path, traffic).__enter__()
     with pytest.raises(ResumeRefused, match="another settings"):
@@ -150,13 +150,13 @@ def test_feedback_wins_late_and_the_precision_is_measured(tmp_path):
         ("nobody", feedback_label("a", thumbs="up")),
     ]  # fmt: skip
     with worker_with(tmp_path, records, settings({"first_update": 100})) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.buffer.find("r0").label.text == other
         assert (worker.precision.agreed, worker.precision.disagreed) == (0, 1)
         assert worker.counts["labels_without_experience"] == 1
         with ExperienceLog(tmp_path / "log") as log:
             log.append_label("r0", feedback_label(winner, right=winner))  # the caller thinks again
-        worker.run_to_end()
+        run_to_end(worker)
         assert (worker.precision.agreed, worker.precision.disagreed) == (1, 0)
 
 
@@ -164,7 +164,7 @@ def test_where_consensus_is_not_trusted_it_is_measured_alone(tmp_path):
     chosen = settings({"first_update": 2}, labels=OnlineLabelSettings(min_confidence=0.5, use_consensus=False))
     records = [answered(0), answered(1), ("r1", feedback_label(None, right="a"))]
     with worker_with(tmp_path, records, chosen) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.learner.refused["empty"] == 1 and worker.updates == 1  # nothing had a label
         assert worker.buffer.num_drawable == 1 and worker.precision.agreed + worker.precision.disagreed == 1
 
@@ -184,7 +184,7 @@ def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
         answered(3),
     ]
     with worker_with(tmp_path, records) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.counts["refused"] == 5 and len(worker.buffer) == 2
     assert "4711" in caplog.text and "later update" in caplog.text and "dance" in caplog.text
 
@@ -198,7 +198,7 @@ def test_a_label_that_no_component_can_use_spoils_no_other_experience(tmp_path):
         ("r1", feedback_label(None, right="7")),
     ]
     with worker_with(tmp_path, records, chosen) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.counts["unscorable"] == 1 and worker.learner.taken == 1
         assert {request for request in worker.last_report.requests} == {"r1"}
         assert worker.buffer.errors[worker.buffer.slot_of["r0"]] == 0.0
@@ -215,15 +215,15 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
         agreed = [n for n in range(400) if answered(n).vote.confidence == 1.0][:12]
         split = [n for n in range(400) if answered(n).vote.confidence < 1.0][:14]
         write_traffic(log, agreed, feedback=10**9)
-        worker.run_to_end()
+        run_to_end(worker)
         live = worker.learner.snapshots.versions()[-1]
         with ExperienceLog(log) as writer:
             writer.append([("control", {"order": "live", "version": live})])
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.live == live == worker.learner.snapshots.live() and not worker.paused
         before = worker.learner.snapshots.weights(0)
         write_traffic(log, split, feedback=10**9)
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.paused.startswith("drift: confidence falls") and worker.counts["pauses"] == 1
         assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in before.items())
         assert worker.live == 0 == worker.learner.snapshots.live()
@@ -233,7 +233,7 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
             writer.append([("control", {"order": "resume"})])
         write_traffic(log, [n for n in range(400, 900) if answered(n).vote.confidence == 1.0][:6], feedback=10**9)
         taken = worker.learner.taken
-        worker.run_to_end()
+        run_to_end(worker)
         assert not worker.paused and worker.learner.taken > taken
     with make_worker(tmp_path, log, chosen) as again:  # and all of it survives
         assert again.live == 0 and again.past == [] and again.counts["pauses"] == 1
@@ -244,7 +244,7 @@ def test_refused_again_and_again_it_pauses(tmp_path, traffic):
         {"kl_limit": 0.0601, "learning_rate": 0.9, "min_learning_rate": 0.9, "max_refused": 2, "max_grad_norm": 1e3}
     )
     with make_worker(tmp_path, traffic, chosen) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         assert worker.learner.refused["kl"] == 2 and "in a row were refused, the last one: kl" in worker.paused
 
 
@@ -256,13 +256,13 @@ def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
     log, chosen = tmp_path / "log", settings(update, buffer=OnlineBufferSettings(capacity=4, max_caller_share=1.0))
     with make_worker(tmp_path, log, chosen) as worker:
         write_traffic(log, range(6), feedback=10**9)
-        worker.run_to_end()
+        run_to_end(worker)
         write_traffic(log, [6], version=2, feedback=10**9)
         write_traffic(log, range(7, 9), version=2, feedback=10**9)
-        worker.run_to_end()
+        run_to_end(worker)
         assert {0, 2} <= set(worker.learner.snapshots.versions())
         write_traffic(log, range(9, 19), version=worker.updates, feedback=10**9)
-        worker.run_to_end()
+        run_to_end(worker)
         versions = set(worker.learner.snapshots.versions())
         assert worker.buffer.referenced_versions() <= versions and not {1, 4, 5, 7} & versions
 
@@ -273,7 +273,7 @@ def test_segments_of_evicted_experiences_go_where_they_are_not_kept(tmp_path):
     with make_worker(tmp_path, log, settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)) as worker:
         for start in range(0, 20, 4):
             write_traffic(log, range(start, start + 4))
-            worker.run_to_end()
+            run_to_end(worker)
         left = segments(log)
         assert 1 < left[0][0] <= worker.buffer.first_number()
         expected = outcome(worker)
@@ -287,7 +287,7 @@ def test_segments_of_evicted_experiences_go_where_they_are_not_kept(tmp_path):
 
 def test_audit_and_contributions_say_what_was_done(traffic, tmp_path):
     with UpdateAudit(tmp_path, OnlineAuditSettings()) as audit, make_worker(tmp_path, traffic, audit=audit) as worker:
-        worker.run_to_end()
+        run_to_end(worker)
         expected = worker.last_report
     lines = (tmp_path / AUDIT).read_text().splitlines()
     records = [json.loads(line) for line in (tmp_path / CONTRIBUTION).read_text().splitlines()]
