@@ -17,7 +17,7 @@ import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.packed_products import PackedProducts
+from rl_core.cpu.packed_products import PackedProducts, PackedWeight
 from rl_core.timing import count
 
 __all__ = ["PackedMatrix", "load", "outlying_inputs"]
@@ -28,7 +28,7 @@ _PART = 2**18  # weights that are looked at together: their temporaries stay in 
 _SIDE = 16  # lines of a block, as in int8_gemm.c
 
 
-class PackedMatrix:
+class PackedMatrix(PackedWeight):
     """A packed copy of a contiguous weight [O, I]."""
 
     def __init__(self, gemm: PackedProducts, weight_OI: torch.Tensor, arena: Arena) -> None:
@@ -50,15 +50,6 @@ class PackedMatrix:
         gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
         count("packed_weights", self.outputs * self.inputs)
         count("packed_weights_in_float", self.outputs * chosen)
-
-    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """out (+)= x W^T."""
-        threads = torch.get_num_threads()
-        self.gemm.product(
-            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), self.outputs, self.inputs, add, self.gemm.place_for(threads), threads,
-        )  # fmt: skip
-        return out_NO
 
 
 def outlying_inputs(weight_OI: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,17 @@
-"""Compiled products of float32 rows with weights that are packed beforehand (`int8_gemm.c`, `vector_gemm.c`)."""
+"""Compiled products of float32 rows with weights that are packed beforehand (`int8_gemm.c`, `vector_gemm.c`).
+
+N rows, I inputs, O outputs.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["PackedProducts"]
+__all__ = ["PackedProducts", "PackedWeight"]
 
 
 class PackedProducts:
@@ -31,3 +36,21 @@ class PackedProducts:
     def place_for(self, threads: int) -> int:
         """Address of scratch memory for the rows while they are multiplied."""
         return self._scratch.place(self.room(threads))
+
+
+class PackedWeight:
+    """A packed copy of a weight [O, I], at an address."""
+
+    gemm: PackedProducts
+    outputs: int
+    inputs: int
+    place: int
+
+    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """out (+)= x W^T."""
+        threads = torch.get_num_threads()
+        self.gemm.product(
+            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
+            len(x_NI), self.outputs, self.inputs, add, self.gemm.place_for(threads), threads,
+        )  # fmt: skip
+        return out_NO

@@ -13,12 +13,12 @@ import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.packed_products import PackedProducts
+from rl_core.cpu.packed_products import PackedProducts, PackedWeight
 
 __all__ = ["PackedVectors", "load"]
 
 
-class PackedVectors:
+class PackedVectors(PackedWeight):
     """A packed copy of a contiguous weight [O, I]."""
 
     def __init__(self, gemm: PackedProducts, weight_OI: torch.Tensor, arena: Arena) -> None:
@@ -28,15 +28,6 @@ class PackedVectors:
         self._memory = arena.take(self.size)
         self.place: int = self._memory.data_ptr()
         gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
-
-    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """out (+)= x W^T."""
-        threads = torch.get_num_threads()
-        self.gemm.product(
-            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), self.outputs, self.inputs, add, self.gemm.place_for(threads), threads,
-        )  # fmt: skip
-        return out_NO
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from crash.servers import prefect_server
 
 from flows.runtime.prefect_home import leave_global_generator
+from rl_core.storage import faults
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,3 +37,12 @@ def prefect_api(prefect_address: str) -> Iterator[str]:
 
     with temporary_settings({PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield prefect_address
+
+
+@pytest.fixture
+def reached(tmp_path: Path) -> Iterator[Callable[[], set[str]]]:
+    """Names of the fault points that were reached so far."""
+    log = tmp_path / "reached"
+    faults.log_to(log)
+    yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
+    faults.log_to(None)

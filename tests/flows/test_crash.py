@@ -12,7 +12,6 @@ from helpers.prefect_tables import migrated
 
 from flows import parameters
 from flows.runtime import embedded_server, prefect_access, prefect_database
-from rl_core.storage import faults
 from rl_core.storage.faults import POINTS
 
 KIND = "analysis"  # from data over SFT to the gate
@@ -59,14 +58,6 @@ def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
         "torchrun", "damage", "own server", "up", "deployment", "sweep", "online"
     )  # below, test_launch.py, test_sweep.py
     assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
-
-
-@pytest.fixture
-def reached(tmp_path):
-    log = tmp_path / "reached"
-    faults.log_to(log)
-    yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
-    faults.log_to(None)
 
 
 def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):

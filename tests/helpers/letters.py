@@ -11,6 +11,7 @@ from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings, SamplingSettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
 
 class LetterEpisode(Episode):
@@ -94,8 +95,52 @@ def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
+def weights_of(model):
+    """A copy of all weights, by name."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def sample_with(trainer, change):
+    """The sampler plays with weights that `change` has altered; the trainer keeps its own."""
+    run = trainer.backend.run
+
+    def changed(*arguments):
+        own = weights_of(trainer.policy)
+        with torch.no_grad():
+            change(trainer.policy)
+        run(*arguments)
+        trainer.policy.load_state_dict(own)
+
+    trainer.backend.run = changed
+
+
+def kept_update(monkeypatch):
+    """The PolicyUpdate of the next step, in a list."""
+    updates = []
+    made = PolicyUpdate.__init__
+
+    def keep(self, *args, **options):
+        made(self, *args, **options)
+        updates.append(self)
+
+    monkeypatch.setattr(PolicyUpdate, "__init__", keep)
+    return updates
+
+
 def comparable(metrics):
     return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+def resumes_bit_for_bit(make):
+    """Two iterations and, by another trainer with their state, two more have the bits of four at once."""
+    whole, first, second = make(), make(), make()
+    expected = [comparable(whole.step()) for _ in range(4)]
+    found = [comparable(first.step()) for _ in range(2)]
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
+    second.load_state_dict(first.state_dict())
+    found += [comparable(second.step()) for _ in range(2)]
+    return found == expected and torch.equal(weights(second), weights(whole))
 
 
 LOW = (CurriculumStage(name="one", levels={"low": 1.0}),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,25 @@ def random_data(seed: int, rows: int = 3, *, policy: bool = False, shared: int =
             inputs["weights"] = rng.standard_normal(size).astype(np.float32)
         data.append(Datum(tokens, inputs))
     return tuple(data)
+
+
+def merged_gradient(run, data: tuple[Datum, ...]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Cross entropy and its gradient by torch in float64: W + scale B A in place of W, one datum after the other."""
+    model = copy.deepcopy(run.base.model).double()
+    factors = {name: p.detach().double().requires_grad_() for name, p in run.parameters.items() if "lora" in name}
+    merged = {
+        f"{name}.weight": model.get_submodule(name).weight
+        + update.scale * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
+        for name, update in run.adapter.items()
+    }
+    loss = 0.0
+    for datum in data:
+        ids = torch.from_numpy(datum.tokens)[None]
+        logits = torch.func.functional_call(model, merged, (ids,), {"use_cache": False}).logits[0]
+        p = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
+        loss = loss - (torch.from_numpy(datum.inputs["weights"]).double() * p).sum()
+    loss.backward()
+    return loss.item(), {name: factor.grad for name, factor in factors.items()}
 
 
 def loss_request(name: str, data: tuple[Datum, ...], loss: str = "cross_entropy", **more) -> ForwardBackward:

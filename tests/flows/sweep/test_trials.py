@@ -19,7 +19,6 @@ from flows.sweep.space import parse_set
 from flows.sweep.sweep_report import rows_of, table, write_files
 from flows.sweep.trial import Pruned, TrialJob, play_fresh, run_trial
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
-from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.locks import FolderLock
 from tasks.config import resolve
@@ -271,14 +270,6 @@ def test_a_trial_that_waits_is_stopped(tmp_path):
     trial.stop.set()
     with FolderLock(tmp_path / "stages" / "sft" / f"{key}.lock"), pytest.raises(Stopped):
         play(trial, body)
-
-
-@pytest.fixture
-def reached(tmp_path):
-    log = tmp_path / "reached"
-    faults.log_to(log)
-    yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
-    faults.log_to(None)
 
 
 def test_a_configuration_with_wrong_settings_fails_alone(plan, tmp_path, reached):

@@ -1,11 +1,18 @@
 """Several runs in one pass: each run's numbers and gradient are the bits of the run alone."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from helpers.service import bits, loss_request, make_base, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    bits,
+    loss_request,
+    make_base,
+    make_engine,
+    merged_gradient,
+    new_run,
+    random_data,
+    step_request,
+)
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.cpu import gemm
@@ -104,23 +111,10 @@ def test_the_gradient_is_autograds_of_the_merged_model(base_folder):
     engine.forward_backward([loss_request("a", data)])
     run = engine._run("a")
     found = engine.state_dict("a")["gradient"]
-    model = copy.deepcopy(run.base.model).double()
-    factors = {name: p.detach().double().requires_grad_() for name, p in run.parameters.items() if "lora" in name}
-    merged = {
-        f"{name}.weight": model.get_submodule(name).weight
-        + update.scale * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
-        for name, update in run.adapter.items()
-    }
-    loss = 0.0
-    for datum in data:
-        ids = torch.from_numpy(datum.tokens)[None]
-        logits = torch.func.functional_call(model, merged, (ids,), {"use_cache": False}).logits[0]
-        p = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
-        loss = loss - (torch.from_numpy(datum.inputs["weights"]).double() * p).sum()
-    loss.backward()
-    assert set(found) == set(factors)
+    _, expected = merged_gradient(run, data)
+    assert set(found) == set(expected)
     for name, gradient in found.items():
-        error = (gradient.double() - factors[name].grad).abs().max() / factors[name].grad.abs().max()
+        error = (gradient.double() - expected[name]).abs().max() / expected[name].abs().max()
         assert float(error) < 5e-6, name
 
 

@@ -1,10 +1,16 @@
 """Base models of families whose passes are transformers' own: every run in a pass of its own, as exact as elsewhere."""
 
-import copy
-
 import pytest
-import torch
-from helpers.service import bits, loss_request, make_base, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    bits,
+    loss_request,
+    make_base,
+    make_engine,
+    merged_gradient,
+    new_run,
+    random_data,
+    step_request,
+)
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -70,24 +76,11 @@ def test_the_gradient_is_autograds_of_the_merged_model(folder):
     engine, data = engine_with(folder, ["a"]), random_data(5, 3)
     (answer,) = engine.forward_backward([loss_request("a", data)])
     run, found = engine._run("a"), engine.state_dict("a")["gradient"]
-    model = copy.deepcopy(run.base.model).double()
-    factors = {name: p.detach().double().requires_grad_() for name, p in run.parameters.items() if "lora" in name}
-    merged = {
-        f"{name}.weight": model.get_submodule(name).weight
-        + update.scale * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
-        for name, update in run.adapter.items()
-    }
-    loss = 0.0
-    for datum in data:
-        ids = torch.from_numpy(datum.tokens)[None]
-        logits = torch.func.functional_call(model, merged, (ids,), {"use_cache": False}).logits[0]
-        p = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
-        loss = loss - (torch.from_numpy(datum.inputs["weights"]).double() * p).sum()
-    loss.backward()
-    largest = max(float(factor.grad.abs().max()) for factor in factors.values())
-    assert set(found) == set(factors) and largest > 1e-3
-    assert max(float((found[name].double() - factors[name].grad).abs().max()) for name in found) < 5e-6 * largest
-    assert answer.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    loss, expected = merged_gradient(run, data)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert set(found) == set(expected) and largest > 1e-3
+    assert max(float((found[name].double() - expected[name]).abs().max()) for name in found) < 5e-6 * largest
+    assert answer.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_path):

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.thinkers import make_trainer, renderer_of_texts, teach
+from helpers.thinkers import make_trainer
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.models import lora
@@ -21,16 +21,6 @@ from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def renderer():
-    return renderer_of_texts()
-
-
-@pytest.fixture(scope="module")
-def taught(renderer):
-    return teach(renderer)
 
 
 def shifted(model, scale=0.3, seed=9):

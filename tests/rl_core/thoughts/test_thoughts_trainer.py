@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.thinkers import make_trainer, renderer_of_texts, teach
+from helpers.thinkers import make_trainer
 
 from rl_core import timing
 from rl_core.errors import DataError, SettingsError
@@ -20,16 +20,6 @@ from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
-
-
-@pytest.fixture(scope="module")
-def renderer():
-    return renderer_of_texts()
-
-
-@pytest.fixture(scope="module")
-def taught(renderer):
-    return teach(renderer)
 
 
 def weights(trainer):

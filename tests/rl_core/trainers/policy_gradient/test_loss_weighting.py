@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.letters import LOW, FewLetters, comparable, make_trainer, weights
+from helpers.letters import LOW, FewLetters, make_trainer, resumes_bit_for_bit
 from oracles import policy_oracles as oracle
 
 from rl_core.data.tokenizer import train_tokenizer
@@ -202,14 +202,7 @@ def test_vtrace_learns_from_replayed_rollouts(tokenizer):
 
 
 def test_vtrace_resumes_bit_for_bit(tokenizer):
-    whole, first, second = (make_trainer(tokenizer, FewLetters(), curriculum=LOW, **OFF_POLICY) for _ in range(3))
-    expected = [comparable(whole.step()) for _ in range(4)]
-    found = [comparable(first.step()) for _ in range(2)]
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
-    second.load_state_dict(first.state_dict())
-    found += [comparable(second.step()) for _ in range(2)]
-    assert found == expected and torch.equal(weights(second), weights(whole))
+    assert resumes_bit_for_bit(lambda: make_trainer(tokenizer, FewLetters(), curriculum=LOW, **OFF_POLICY))
 
 
 def test_weights_that_nothing_uses_are_refused():

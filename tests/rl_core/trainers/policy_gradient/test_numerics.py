@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.letters import comparable, make_trainer, weights
+from helpers.letters import comparable, make_trainer, sample_with, weights, weights_of
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SamplerMismatch
@@ -34,26 +34,8 @@ def trainer_of(tokenizer, *, lora=False, every=1, action="refuse", **options):
     )  # fmt: skip
 
 
-def trained_weights(policy):
-    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
-
-
-def sample_with(trainer, change):
-    """The sampler plays with weights that `change` has altered; the trainer keeps its own."""
-    run = trainer.backend.run
-
-    def changed(*arguments):
-        own = trained_weights(trainer.policy)
-        with torch.no_grad():
-            change(trainer.policy)
-        run(*arguments)
-        trainer.policy.load_state_dict(own)
-
-    trainer.backend.run = changed
-
-
 def no_sync(trainer):
-    start = trained_weights(trainer.policy)
+    start = weights_of(trainer.policy)
     sample_with(trainer, lambda policy: policy.load_state_dict(start))
 
 
@@ -67,7 +49,7 @@ def wrong_temperature(trainer):
 def old_adapter(trainer):
     """The adapter of the first update, on the newest base."""
     trainer.step()
-    start = {name: value for name, value in trained_weights(trainer.policy).items() if ".lora_" in name}
+    start = {name: value for name, value in weights_of(trainer.policy).items() if ".lora_" in name}
     sample_with(trainer, lambda policy: policy.load_state_dict(start, strict=False))
 
 
@@ -165,7 +147,7 @@ def test_the_numbers_of_training_are_those_without_it(tokenizer):
 def test_a_resumed_run_has_the_same_bits(tokenizer, action):
     whole = trainer_of(tokenizer, every=2, action=action)
     rows = [comparable(whole.step()) for _ in range(3)]
-    state = copy.deepcopy((whole.state_dict(), trained_weights(whole.policy), whole.optimizer_step.state_dict()))
+    state = copy.deepcopy((whole.state_dict(), weights_of(whole.policy), whole.optimizer_step.state_dict()))
     rows += [comparable(whole.step()) for _ in range(3)]
     again = trainer_of(tokenizer, every=2, action=action)
     again.policy.load_state_dict(state[1])

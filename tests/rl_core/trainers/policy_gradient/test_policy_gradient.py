@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.letters import LOW, FewLetters, comparable, make_trainer, weights
+from helpers.letters import LOW, FewLetters, comparable, kept_update, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
@@ -150,14 +150,7 @@ def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch, 
     passes, compute = [], RolloutBuffer.compute_old_logprobs
     monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args)))
     before = copy.deepcopy(trainer.model)
-    updates = []
-    made = policy_update.PolicyUpdate.__init__
-
-    def keep(self, *args, **options):
-        made(self, *args, **options)
-        updates.append(self)
-
-    monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
+    updates = kept_update(monkeypatch)
     trainer.step()
     (update,) = updates
     assert bool(passes) == has_own_pass

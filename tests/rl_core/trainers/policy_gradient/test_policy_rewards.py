@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers.letters import LOW, LetterEpisode, Letters, comparable, make_trainer, weights
+from helpers.letters import LOW, LetterEpisode, Letters, comparable, kept_update, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
@@ -23,7 +23,6 @@ from rl_core.settings import (
     RewardSettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, sample_groups
 
@@ -70,19 +69,6 @@ def test_masked_rewards_by_hand():
     assert group_advantages(filled, method="rloo")[0].tolist() == [-1.5, 0.0, 1.5]
     untouched = fill_masked_rewards(rewards.unbind(), torch.zeros(3, 3, dtype=torch.bool).unbind())
     assert torch.equal(torch.stack(untouched), rewards)
-
-
-def kept_update(monkeypatch):
-    """The PolicyUpdate of the next step, in a list."""
-    updates = []
-    made = policy_update.PolicyUpdate.__init__
-
-    def keep(self, *args, **options):
-        made(self, *args, **options)
-        updates.append(self)
-
-    monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
-    return updates
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])

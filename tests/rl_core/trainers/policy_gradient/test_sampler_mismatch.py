@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 from helpers import letters
 
 from rl_core.data.tokenizer import train_tokenizer
@@ -24,28 +23,10 @@ def make_trainer(tokenizer, **options):
     return letters.make_trainer(tokenizer, numerics=NumericsGateSettings(every=0), **options)
 
 
-def sample_with(trainer, change):
-    """Rollouts of weights that `change` has altered; the trainer keeps its own."""
-    run = trainer.backend.run
-
-    def changed(*arguments):
-        own = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
-        with torch.no_grad():
-            change(trainer.policy)
-        run(*arguments)
-        trainer.policy.load_state_dict(own)
-
-    trainer.backend.run = changed
-
-
-def start_of(trainer):
-    return {name: value.clone() for name, value in trainer.policy.state_dict().items()}
-
-
 def never_synced(trainer):
     """The sync that silently does nothing: the sampler keeps the weights of the start."""
-    start = start_of(trainer)
-    sample_with(trainer, lambda policy: policy.load_state_dict(start))
+    start = letters.weights_of(trainer.policy)
+    letters.sample_with(trainer, lambda policy: policy.load_state_dict(start))
     return trainer
 
 
@@ -65,20 +46,20 @@ def test_another_temperature(tokenizer, monkeypatch):
 
 def test_a_head_that_never_arrived(tokenizer):
     trainer = make_trainer(tokenizer)
-    sample_with(trainer, lambda policy: policy.get_output_embeddings().weight.zero_())
+    letters.sample_with(trainer, lambda policy: policy.get_output_embeddings().weight.zero_())
     with pytest.raises(SamplerMismatch):
         trainer.step()
 
 
 def test_weights_merged_twice(tokenizer):
     trainer = make_trainer(tokenizer)
-    start = start_of(trainer)
+    start = letters.weights_of(trainer.policy)
 
     def twice(policy):
         for name, value in policy.state_dict().items():
             value += value - start[name]
 
-    sample_with(trainer, twice)
+    letters.sample_with(trainer, twice)
     trainer.step()  # nothing is learned yet, so nothing is merged twice
     with pytest.raises(SamplerMismatch):
         trainer.step()
