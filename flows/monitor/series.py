@@ -92,7 +92,7 @@ class SeriesTable:
             metrics = row.get("metrics")
             try:
                 step, time_s = float(row["step"]), float(row["time"]) / 1000
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 continue
             if not isinstance(metrics, dict):
                 continue
@@ -121,7 +121,7 @@ def _numbers(values: Sequence[Any]) -> np.ndarray:
         found = np.array(values, dtype=np.float64)
         if found.ndim == 1:
             return found
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     return np.array([_number(value) for value in values])
 
@@ -129,7 +129,7 @@ def _numbers(values: Sequence[Any]) -> np.ndarray:
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # an integer beyond float64
         return math.nan
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import BackendError, ExportMismatch
+from rl_core.errors import BackendError, ExportMismatch, SettingsError
 from rl_core.settings import ExportSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.manifest import digest_folder
@@ -34,6 +34,11 @@ def prove_models(
 ) -> StageResult:
     """Run the stage. `models`: what the evaluation played; those that this run trained are proven."""
     trained = {name: model for name, model in models.items() if isinstance(model, StageResult)}
+    if not trained:
+        raise SettingsError(
+            f"stages.export: none of the models that were evaluated ({', '.join(models)}) was trained by this run, so "
+            "there is none to prove or promote; leave models out, or the stages export and promote"
+        )
     inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
     inputs |= {f"model.{name}": model for name, model in trained.items()}
     settings = pipeline_run.settings.stages.export or ExportSettings()
@@ -65,6 +70,7 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
             _mark_refused(context, result, str(refused))
             raise
         proofs[name] = {"model_sha256": digests[name], **facts}
+        _lift_refusal(context, digests[name])
         fault("export.proved")
     metrics = {
         f"export/{name}/{figure}": value for name, facts in proofs.items() for figure, value in _figures(facts).items()
@@ -106,6 +112,15 @@ def _mark_refused(context: StageContext, result: StageResult, reason: str) -> No
     with contextlib.suppress(BackendError):
         version = pipeline_run.models.ensure_version(result, pipeline_run.parent)
         pipeline_run.tracking.tag_version(pipeline_run.registered_model, version, {REFUSED: reason[:4000]})
+
+
+def _lift_refusal(context: StageContext, digest: str) -> None:
+    """Take back what an earlier proof, by other settings, said about a version with exactly this model."""
+    tracking, registered = context.pipeline_run.tracking, context.pipeline_run.registered_model
+    with contextlib.suppress(BackendError):
+        for version in tracking.versions(registered):
+            if version.tags.get("model_sha256") == digest and version.tags.get(REFUSED):
+                tracking.tag_version(registered, version.version, {REFUSED: ""})
 
 
 def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:

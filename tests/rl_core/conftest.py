@@ -1,4 +1,4 @@
-"""Fixtures of the tests of rl_core; tiny.py, beside this file, holds the model makers."""
+"""Fixtures of the tests of rl_core; helpers/tiny.py holds the model makers."""
 
 import threading
 

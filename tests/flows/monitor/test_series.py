@@ -86,3 +86,8 @@ def test_a_column_of_anything_is_read_value_by_value():
     table.extend({"step": n, "time": 0, "metrics": {"b": [1, 2]}} for n in range(2))  # no table of two columns
     assert table.series["a"].arrays()[2].tolist() == [1.0, 2.5, 4.0]
     assert list(table.series) == ["a"] and table.num_nonfinite == 4
+    huge = 10**400
+    table.extend(
+        [{"step": 9, "time": 0, "metrics": {"a": huge, "c": 1}}, {"step": huge, "time": 0, "metrics": {"c": 2}}]
+    )
+    assert table.num_nonfinite == 5 and table.series["c"].arrays()[2].tolist() == [1.0]

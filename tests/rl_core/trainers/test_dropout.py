@@ -53,12 +53,6 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def seeded(make):
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -24,12 +24,6 @@ from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.training.loop import run_loop
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def nano(seed=0, dropout=0.0):
     model = tiny.nano(seed, dropout, tie_word_embeddings=True)
     model.lm_head.weight.data.mul_(20)  # log-probs far enough apart for the figures below to differ

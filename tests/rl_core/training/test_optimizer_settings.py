@@ -42,12 +42,6 @@ from rl_core.types import TrainBatch
 EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9, "ema_decay": 0.8}
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def nano(kind=LlamaForCausalLM, dropout=0.0):
     shape = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
     with torch.random.fork_rng():

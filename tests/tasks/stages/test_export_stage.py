@@ -36,7 +36,13 @@ def stage(tmp_path, trained, monkeypatch):
     write_records(tmp_path / "evaluate" / EVALUATED, {"policy": evaluated})
     (tmp_path / "export").mkdir()
     tagged, logged = {}, {}
-    tracking = SimpleNamespace(tag_version=lambda name, version, tags: tagged.update({(name, version): tags}))
+    tracking = SimpleNamespace(
+        tag_version=lambda name, version, tags: tagged.update({(name, version): tags}),
+        versions=lambda name: [
+            SimpleNamespace(version=number, tags={"model_sha256": digest_folder(tmp_path / "policy" / "model"), **tags})
+            for (_, number), tags in tagged.items()
+        ],
+    )
     pipeline_run = SimpleNamespace(
         registered_model="m", tracking=tracking, parent="parent",
         models=SimpleNamespace(ensure_version=lambda result, tracker: 4),
@@ -81,6 +87,26 @@ def test_a_refused_model_marks_its_version(stage, trained):
     stage.run.models.ensure_version = away
     with pytest.raises(ExportMismatch, match="differ from the trained"):
         stage.prove()
+
+
+def test_a_proof_lifts_the_refusal_of_exactly_its_model(stage):
+    stage.tagged |= {
+        ("m", 3): {"model_sha256": "another", "export.refused": "why"},
+        ("m", 4): {"export.refused": "why"},
+    }
+    stage.prove()
+    assert stage.tagged[("m", 3)]["export.refused"] == "why" and stage.tagged[("m", 4)] == {"export.refused": ""}
+
+    def away(name):
+        raise BackendError("the store is away")
+
+    stage.run.tracking.versions = away
+    assert "policy" in stage.prove()["models"]
+
+
+def test_models_that_the_run_did_not_train_cannot_be_proven():
+    with pytest.raises(SettingsError, match=r"stages\.export: none of the models that were evaluated \(mine\)"):
+        export.prove_models(None, None, {"mine": "folder"})
 
 
 def test_an_evaluation_of_another_model_is_told_from_training(stage):
