@@ -45,18 +45,17 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.rollouts.training_seeds import training_seeds
 from rl_core.settings import ThoughtsSettings
-from rl_core.thoughts.baseline import Baseline, pooled_states
+from rl_core.thoughts.baseline import Baseline
 from rl_core.thoughts.episodes import (
     AnswerRows,
-    Span,
     ThoughtEpisode,
     ThoughtReader,
     ThoughtRenderer,
     answer_rows,
     read_episode,
-    span_logprobs,
 )
 from rl_core.thoughts.gain import thought_gain
+from rl_core.thoughts.gathered_passes import gather_pooled_states, gather_span_logprobs
 from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
 from rl_core.thoughts.thought_coherence import thought_coherence
 from rl_core.thoughts.thought_kl import needed_reference, ref_logprobs
@@ -236,7 +235,10 @@ class ThoughtsTrainer(RolloutTrainer):
         """One reward per turn: its thought's gain; minus the clip where no answer was given."""
         settings = self.settings
         spans = [*plan.with_thought, *plan.without]
-        logprobs = self._span_logprobs(plan.rows, spans)
+        logprobs = gather_span_logprobs(
+            self.model, self.optimizer_step.sharded, plan.rows, spans,
+            pad_id=self.pad_id, max_tokens=settings.micro_batch_tokens,
+        )  # fmt: skip
         with_thought, without = logprobs[: len(plan.steps)], logprobs[len(plan.steps) :]
         gains = thought_gain(with_thought, without, kind=settings.reward, clip=settings.gain_clip)
         rewards = [[-settings.gain_clip] * len(episode.steps) for episode in episodes]
@@ -256,50 +258,12 @@ class ThoughtsTrainer(RolloutTrainer):
             "thoughts/unanswered_rate": 1 - len(plan.steps) / len(steps),
         }
 
-    def _span_logprobs(self, rows: Sequence[Sequence[int]], spans: Sequence[Span]) -> torch.Tensor:
-        """`span_logprobs`, distributed over the processes by rows."""
-        of_row: dict[int, list[int]] = {}
-        for index, place in enumerate(spans):
-            of_row.setdefault(place.row, []).append(index)
-        used = sorted(of_row)
-
-        def compute(some: list[int]) -> list[list[float]]:
-            here = [spans[index]._replace(row=place) for place, row in enumerate(some) for index in of_row[row]]
-            values = span_logprobs(
-                self.model,
-                [rows[row] for row in some],
-                here,
-                pad_id=self.pad_id,
-                max_tokens=self.settings.micro_batch_tokens,
-            )
-            found = iter(values.tolist())
-            return [[next(found) for _ in of_row[row]] for row in some]
-
-        logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
-        for row, values in zip(
-            used, self.optimizer_step.sharded.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
-        ):
-            logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
-        return logprobs_N
-
     def _pooled(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
-        """Mean states of the tokens up to some places of each episode, [2 turns + 1, H].
-
-        The baseline's inputs come first, those before each turn and of all tokens; then those up to each thought's end.
-        """
-
-        def compute(some: list[ThoughtEpisode]) -> list[torch.Tensor]:
-            ends = [
-                [step.start for step in episode.steps] + [len(episode.ids)] + [step.end for step in episode.steps]
-                for episode in some
-            ]
-            ids = [episode.ids for episode in some]
-            limit = self.settings.micro_batch_tokens
-            return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
-
-        found = self.optimizer_step.sharded.all_gather_rows(
-            episodes, [len(episode.ids) for episode in episodes], compute
-        )
+        """See `gather_pooled_states`; on the trainer's device."""
+        found = gather_pooled_states(
+            self.model, self.optimizer_step.sharded, episodes,
+            pad_id=self.pad_id, max_tokens=self.settings.micro_batch_tokens,
+        )  # fmt: skip
         return [states.to(self.device) for states in found]
 
     def _advantages(

@@ -22,13 +22,12 @@ from rl_core.inference.sampling import sequence_seed
 from rl_core.losses.labelled import kto_loss, kto_reference_point
 from rl_core.losses.preference import chosen_nll
 from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
 from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
-from rl_core.rollouts.batching import TrainRow, lazy_batches
 from rl_core.settings import PreferenceSettings
 from rl_core.trainers.pair_losses import pair_loss, tied_pair_loss
+from rl_core.trainers.pair_references import NO_REFERENCE, Reference, checked_references, reference_logprobs
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
@@ -36,38 +35,7 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PreferenceTrainer", "reference_logprobs"]
-
-Reference = tuple[float, float]  # log-probs of (chosen, rejected) under the reference, nats, summed over loss tokens
-NO_REFERENCE = (0.0, 0.0)
-
-
-def reference_logprobs(
-    model: PreTrainedModel, pairs: Sequence[Pair], *, pad_id: int, max_tokens: int, precision: Autocast = "none"
-) -> list[Reference]:
-    """Log-probabilities of both sides of every pair under `model` as it is now, without dropout and gradient.
-
-    Length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
-    Returns: (chosen, rejected) of each pair, in nats, summed over the tokens that carry loss.
-    """
-
-    def row(place: int) -> TrainRow:
-        pair = pairs[place // 2]
-        side = pair.rejected if place % 2 else pair.chosen
-        return TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask)
-
-    rows = LazyRows(2 * len(pairs), row)
-    sums = [0.0] * len(rows)
-    device = next(model.parameters()).device
-
-    def fill(batch: TrainBatch) -> None:
-        logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
-        for row, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
-            sums[row] = value
-
-    with evaluating(model), torch.no_grad(), autocast(precision, device):
-        MemoryFit("reference log-probabilities").compute(lazy_batches(rows, max_tokens, pad_id), fill)
-    return list(zip(sums[0::2], sums[1::2], strict=True))
+__all__ = ["PreferenceTrainer"]
 
 
 class _ReferencedPair(NamedTuple):
@@ -164,7 +132,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 rows = reference_logprobs(
                     model, pairs, pad_id=pad_id, max_tokens=settings.micro_batch_tokens, precision=settings.autocast
                 )
-            found.append(_checked(pairs, rows, name))
+            found.append(checked_references(pairs, rows, name))
         self._pairs, self._references = (pairs_train, pairs_heldout), found
         train, heldout = (_referenced(*part) for part in zip(self._pairs, found, strict=True))
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
@@ -187,7 +155,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         if self.settings.needs_reference:
             for index, name in enumerate(("train", "heldout")):
                 rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
-                self._references[index] = _checked(self._pairs[index], rows, name)
+                self._references[index] = checked_references(self._pairs[index], rows, name)
             self._train, self._heldout = (
                 _referenced(*part) for part in zip(self._pairs, self._references, strict=True)
             )
@@ -371,13 +339,3 @@ def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
 def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference]) -> LazyRows[_ReferencedPair]:
     """Pairs with their reference log-probabilities, made where they are asked for."""
     return LazyRows(len(pairs), lambda place: _ReferencedPair(pairs[place], rows[place], place))
-
-
-def _checked(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> list[Reference]:
-    """References of pairs. Raises: DataError where they do not fit or are not finite."""
-    if len(rows) != len(pairs):
-        raise DataError(f"references of {name}: {len(rows)} rows for {len(pairs)} pairs")
-    bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
-    if bad is not None:
-        raise DataError(f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number")
-    return list(rows)

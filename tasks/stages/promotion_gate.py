@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_core.analysis.paired_tests import PairedTest, alpha_left, episodes_needed, gain_test, spent_alpha
+from rl_core.analysis.statistics import Difference
 from rl_core.evaluation import Evaluation, compare, paired_differences
 from tasks.config import PromotionSettings
 
@@ -82,14 +83,9 @@ def decide(
     uncounted = too_few(test.episodes, settings)  # such a comparison claims no attempt
     few = uncounted or _too_alike(test, settings)
     above, passed = gain.low > settings.min_gain, test.p_value <= level.level
-    amount = _points if settings.metric == "success" else _plain
-    text = (
-        f"gain over champion version {champion_version} {amount(gain.difference)}"
-        f"{' points' if settings.metric == 'success' else ' in reward'} [{amount(gain.low)}, {amount(gain.high)}] on "
-        f"{paired.episodes} shared episodes; the lower bound is {'above' if above else 'not above'} "
-        f"{amount(settings.min_gain)}; {test.name} p = {test.p_value:.3g}, "
-        f"{'at most' if passed else 'above'} {level.level:.2g} ({'not counted as an attempt' if uncounted else level})"
-    )
+    text = f"gain over champion version {champion_version} {_told(gain, paired.episodes, settings)}; {test.name} p = "
+    text += f"{test.p_value:.3g}, {'at most' if passed else 'above'} {level.level:.2g} "
+    text += f"({'not counted as an attempt' if uncounted else level})"
     promoted = above and passed and not few
     if few:
         text += f"; {few}"
@@ -109,6 +105,16 @@ def decide(
         "discordant": float(test.discordant),
     }
     return promoted, text, numbers
+
+
+def _told(gain: Difference, episodes: int, settings: PromotionSettings) -> str:
+    """The gain with its interval, beside the least one."""
+    amount, unit = (_points, " points") if settings.metric == "success" else (_plain, " in reward")
+    above = "above" if gain.low > settings.min_gain else "not above"
+    return (
+        f"{amount(gain.difference)}{unit} [{amount(gain.low)}, {amount(gain.high)}] on {episodes} shared episodes; the "
+        f"lower bound is {above} {amount(settings.min_gain)}"
+    )
 
 
 def _too_alike(test: PairedTest, settings: PromotionSettings) -> str:

@@ -24,7 +24,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers, remove_folder
 from rl_core.storage.folders import publish_folder, put_bytes
 from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
-from rl_core.trainers.preference import reference_logprobs
+from rl_core.trainers.pair_references import reference_logprobs
 from rl_core.training.resume import runtime_fingerprint
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.references.few_bits import weight_bytes
 from rl_core.references.loading import ReferenceSource, load_model
 from rl_core.settings import ModelSettings, resolve_defaults
-from rl_core.trainers.preference import reference_logprobs
+from rl_core.trainers.pair_references import reference_logprobs
 from rl_core.types import TrainBatch
 
 PRECISIONS = ("full", "int8", "int4")

@@ -26,7 +26,7 @@ from rl_core.api.recipes.preference import preference
 from rl_core.environments.pixel_grid_questions import COLOURS
 from rl_core.references.loading import ReferenceSource, load_model
 from rl_core.settings import CurriculumStage, ModelSettings, resolve_defaults
-from rl_core.trainers.preference import reference_logprobs
+from rl_core.trainers.pair_references import reference_logprobs
 
 PRECISIONS = ("full", "int8", "int4")
 LEVEL, KL_COEF, BETA = "easy", 0.05, 0.1

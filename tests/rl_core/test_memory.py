@@ -34,10 +34,11 @@ from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SamplingSettings, SFTSettings
 from rl_core.thoughts import baseline, episodes
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers import preference
+from rl_core.trainers import pair_references
+from rl_core.trainers.pair_references import reference_logprobs
 from rl_core.trainers.policy_gradient import rollout_buffer
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
+from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
@@ -292,7 +293,11 @@ def scoring_of(name, tokenizer):
     if name == "reference":
         model = nano()
         pairs = pairs_of(8)
-        return lambda: reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6), preference, "completion_logprobs"
+        return (
+            lambda: reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6),
+            pair_references,
+            "completion_logprobs",
+        )
     if name == "reward model":
         model = nano(model_class=LlamaForSequenceClassification, num_labels=1)
         return lambda: heads.score(model, rows), heads, "sequence_scores"

@@ -21,8 +21,9 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
+from rl_core.trainers.pair_references import reference_logprobs
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
+from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from speed import inputs

@@ -20,7 +20,8 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.storage.manifest import digest_bytes
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
+from rl_core.trainers.pair_references import reference_logprobs
+from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.training.loop import run_loop
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.data.pairs import Pair, PairSide
-from rl_core.trainers.preference import reference_logprobs
+from rl_core.trainers.pair_references import reference_logprobs
 from tasks.stages import reference_cache
 from tasks.stages.reference_cache import FILE, cached_references
 
