@@ -1,12 +1,14 @@
 """Metrics that exits may watch are those that iterations log, under every algorithm; an evaluation counts once."""
 
+from typing import get_args
+
 import pytest
 from helpers.letters import make_trainer
 
 from rl_core.curriculum.watched_metrics import missing_because, watched_metrics
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
-from rl_core.settings import CurriculumStage, ExitCondition, ReplaySettings
+from rl_core.settings import Algorithm, CurriculumStage, ExitCondition, ReplaySettings
 
 LOGGED_SOMETIMES = {"train/exploration_efficiency"}  # where rollouts had tool steps
 BESIDE = ("perf/", "curriculum/", "reward/alarm", "reward/correlation/")  # what machines and watchers say
@@ -17,12 +19,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 SETTINGS = {
-    "grpo": {},
-    "dapo": {"algorithm": "dapo"},
-    "cispo": {"algorithm": "cispo"},
-    "sapo": {"algorithm": "sapo"},
-    "reinforce": {"algorithm": "reinforce"},
-    "ppo": {"algorithm": "ppo"},
+    **{name: {"algorithm": name} for name in get_args(Algorithm)},
     "kl": {"kl_coef": 0.1},
     "kl_max": {"kl_max": 0.5},
     "replay": {"replay": ReplaySettings(iterations=2, share=0.5), "importance": "token"},
