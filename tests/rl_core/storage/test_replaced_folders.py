@@ -1,12 +1,12 @@
 """A folder that a user names, saved twice: whole before and after, and nobody else's files are lost."""
 
-import ctypes
 import os
 
 import pytest
 
 from rl_core.errors import CheckpointError
 from rl_core.storage import replaced_folders
+from rl_core.storage.folder_removal import remove_folder
 from rl_core.storage.manifest import verify_folder
 from rl_core.storage.replaced_folders import replace_folder
 
@@ -31,14 +31,18 @@ def file_system(request, monkeypatch):
     return request.param
 
 
-def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system):
-    target = tmp_path / "out" / "model"
+def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system, monkeypatch):
+    target, removed = tmp_path / "out" / "model", []
+    monkeypatch.setattr(
+        replaced_folders, "remove_folder", lambda folder: (removed.append(folder), remove_folder(folder))
+    )
     replace_folder(target, writer("1", "part-2.safetensors"))
     assert content(target) == {"config.json": "1", "model.safetensors": "1", "part-2.safetensors": "1"}
     replace_folder(target, writer("2"))
     assert content(target) == {"config.json": "2", "model.safetensors": "2"}
     verify_folder(target)
     assert os.listdir(target.parent) == ["model"]
+    assert (target in removed) == (file_system == "no exchange")  # exchanged, there was a model at every moment
 
 
 def test_an_error_keeps_the_first_version(tmp_path, file_system):
@@ -74,8 +78,3 @@ def test_an_empty_folder_and_one_of_an_older_version_are_replaced(tmp_path):
     writer("0")(tmp_path / "old")  # without a manifest
     replace_folder(tmp_path / "old", writer("1"))
     assert content(tmp_path / "old") == {"config.json": "1", "model.safetensors": "1"}
-
-
-def test_this_file_system_exchanges(tmp_path):
-    """Else the tests above would not have tried it."""
-    assert hasattr(ctypes.CDLL(None), "renameat2")
