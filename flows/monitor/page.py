@@ -50,27 +50,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
                 [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125
             )
             pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh every", scale=1, min_width=140)
-        extra: dict[str, Any] = {}
-        opened = {}
-        with gr.Tabs():
-            for name in TAB_NAMES:
-                with gr.Tab(name.capitalize(), id=name) as item:
-                    if name == "curves":
-                        with gr.Row():
-                            extra["groups"] = gr.CheckboxGroup([], label="Groups of metrics (by prefix)", scale=2)
-                            extra["metrics"] = gr.Dropdown(
-                                [], value=[], multiselect=True, label="or single metrics (then groups do not count)",
-                                scale=3, **_ANY,
-                            )  # fmt: skip
-                    if name == "trajectories":
-                        with gr.Row():
-                            extra["source"] = gr.Dropdown([], value=None, label="Trajectories of", scale=3, **_ANY)
-                            extra["outcome"] = gr.Radio(list(OUTCOMES), value="all", label="Show", scale=2)
-                    gr.HTML(
-                        "", html_template=_PANEL.format(tab=name), apply_default_css=False,
-                        js_on_load="posttrain.mount();",
-                    )  # fmt: skip
-                opened[name] = item
+        opened, extra = _tabs()
         timer = gr.Timer(REFRESH_SECONDS, active=False)  # until what the address names has been chosen
 
         settings = [runs, compare, stage, window, axis, *(extra[n] for n in ("groups", "metrics", "source", "outcome"))]
@@ -105,6 +85,32 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         pause.input(lambda seconds: gr.Timer(seconds or 3600.0, active=seconds > 0), pause, timer, **_QUIET)
     _calm(page)
     return page
+
+
+def _tabs() -> tuple[dict[str, gr.Tab], dict[str, Any]]:
+    """The tabs with their panels, and the controls that single tabs have, by name."""
+    extra: dict[str, Any] = {}
+    opened: dict[str, gr.Tab] = {}
+    with gr.Tabs():
+        for name in TAB_NAMES:
+            with gr.Tab(name.capitalize(), id=name) as item:
+                if name == "curves":
+                    with gr.Row():
+                        extra["groups"] = gr.CheckboxGroup([], label="Groups of metrics (by prefix)", scale=2)
+                        extra["metrics"] = gr.Dropdown(
+                            [], value=[], multiselect=True, label="or single metrics (then groups do not count)",
+                            scale=3, **_ANY,
+                        )  # fmt: skip
+                if name == "trajectories":
+                    with gr.Row():
+                        extra["source"] = gr.Dropdown([], value=None, label="Trajectories of", scale=3, **_ANY)
+                        extra["outcome"] = gr.Radio(list(OUTCOMES), value="all", label="Show", scale=2)
+                gr.HTML(
+                    "", html_template=_PANEL.format(tab=name), apply_default_css=False,
+                    js_on_load="posttrain.mount();",
+                )  # fmt: skip
+            opened[name] = item
+    return opened, extra
 
 
 def _address(choice: Choice) -> dict[str, str]:
