@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,49 +31,62 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text
 
 
-def noun_clauses(source: str) -> list[int]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def noun_clauses(tree: ast.Module) -> list[int]:
     """Lines of the docstrings that begin with What, Whether, Where, Who or How."""
-    return [line for line, text in docstrings(ast.parse(source)) if NOUN_CLAUSE.match(text)]
+    return [line for line, text in docstrings(tree) if NOUN_CLAUSE.match(text)]
 
 
-def functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+class Checked(NamedTuple):
+    """A function of the tests, and what tells that it checks something."""
+
+    name: str
+    line: int
+    asserts: bool  # an assert statement, `raise AssertionError`, pytest.raises and the like
+    called: frozenset[str]  # functions by their plain names
 
 
-def asserts(function: ast.FunctionDef, known: set[str]) -> bool:
-    """True for an assert statement, `raise AssertionError`, pytest.raises and the like, or a call of a known name."""
+def checked(function: ast.FunctionDef) -> Checked:
+    asserts, called = False, set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and "AssertionError" in ast.dump(node)):
-            return True
-        if isinstance(node, ast.Call):
-            called = node.func
-            if isinstance(called, ast.Attribute) and ASSERTING.match(called.attr):
-                return True
-            if isinstance(called, ast.Name) and (ASSERTING.match(called.id) or called.id in known):
-                return True
-    return False
+            asserts = True
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and ASSERTING.match(node.func.attr):
+                asserts = True
+            elif isinstance(node.func, ast.Name):
+                asserts = asserts or bool(ASSERTING.match(node.func.id))
+                called.add(node.func.id)
+    return Checked(function.name, function.lineno, asserts, frozenset(called))
 
 
-def asserting(trees: list[ast.Module]) -> set[str]:
+def functions(tree: ast.Module) -> list[Checked]:
+    return [checked(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def asserting(found: list[Checked]) -> set[str]:
     """Names of functions that assert, directly or by calling one another."""
-    found: set[str] = set()
-    while True:
-        names = {function.name for tree in trees for function in functions(tree) if asserts(function, found)}
-        if names <= found:
-            return found
-        found |= names
+    names: set[str] = set()
+    while more := {one.name for one in found if one.asserts or one.called & names} - names:
+        names |= more
+    return names
 
 
 def hollow(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]:
     """Test functions without an assertion of their own, of their module's functions or of the helpers."""
-    shared = asserting(helpers)
+    shared = asserting([one for tree in helpers for one in functions(tree)])
     found = []
     for place, tree in trees.items():
-        known = asserting([tree]) | shared
+        own = functions(tree)
+        known = asserting(own) | shared
         found += [
-            f"{place}:{function.lineno}: {function.name}"
-            for function in functions(tree)
-            if function.name.startswith("test_") and not asserts(function, known)
+            f"{place}:{one.line}: {one.name}"
+            for one in own
+            if one.name.startswith("test_") and not one.asserts and not one.called & known
         ]
     return found
 
@@ -80,14 +95,14 @@ def hollow(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]
 def test_docstrings_are_noun_phrases(place: str) -> None:
     paths = modules(place)
     assert paths, f"{place} does not exist"
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in noun_clauses(path.read_text())]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in noun_clauses(parsed(path))]
     assert not found, "\n".join(found)
 
 
 def test_every_test_asserts() -> None:
-    parsed = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in modules("tests")}
-    tests = {place: tree for place, tree in parsed.items() if Path(place).name.startswith("test_")}
-    helpers = [tree for place, tree in parsed.items() if place not in tests]
+    trees = {str(path.relative_to(ROOT)): parsed(path) for path in modules("tests")}
+    tests = {place: tree for place, tree in trees.items() if Path(place).name.startswith("test_")}
+    helpers = [tree for place, tree in trees.items() if place not in tests]
     assert len(tests) > 100
     found = hollow(tests, helpers)
     assert not found, "\n".join(found)
@@ -95,7 +110,7 @@ def test_every_test_asserts() -> None:
 
 def test_the_checks_find_what_they_look_for() -> None:
     source = '"""Fine."""\ndef f():\n    """What it does."""\nclass C:\n    """Whatever, fine."""\n'
-    assert noun_clauses(source) == [3]
+    assert noun_clauses(ast.parse(source)) == [3]
     empty = ast.parse("def test_a():\n    f()\ndef test_b():\n    assert f()\ndef test_c():\n    g()\n")
     helper = ast.parse("def g():\n    h()\ndef h():\n    assert True\n")
     assert hollow({"x": empty}, [helper]) == ["x:1: test_a"]
