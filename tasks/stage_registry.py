@@ -156,7 +156,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     PipelineStage(
         name="export",
         task="tasks.stages.export:prove_models",
-        takes=("evaluation", "models"),
+        takes=("evaluation", "models", "reward_model"),
         needs=("evaluation",),
         gives="proof",
     ),

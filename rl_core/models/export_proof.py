@@ -1,4 +1,4 @@
-"""Proof of export: a model folder, loaded by transformers in a fresh process, has the log-probs of the live model.
+"""Proof of export: a model folder, loaded by transformers in a fresh process, has the live model's log-probs or scores.
 
 The records are of the trainer's model (adapters not merged) and of the evaluation (by the rollout engine), so a folder
 without the adapter, with it twice or with an older one is told from the right one by a figure.
@@ -21,9 +21,10 @@ import torch
 from rl_core.errors import BackendError, ExportMismatch
 from rl_core.importing import child_import_path
 from rl_core.models.logprob_record import TokenRecord
+from rl_core.models.score_record import ScoreRecord
 from rl_core.settings import ExportSettings, ModelSettings
 
-__all__ = ["ExportDifference", "compare_logprobs", "fresh_logprobs", "prove_export"]
+__all__ = ["ExportDifference", "compare_logprobs", "fresh_logprobs", "prove_export", "prove_scores"]
 
 _PROGRAM = Path(__file__).with_name("plain_logprobs.py")
 _REMEDY = "Nothing is promoted; write the model anew (--fresh with its stage), or mend what writes it"
@@ -75,8 +76,7 @@ def prove_export(
     if not (records.get("trained") or records.get("evaluated")):
         raise ExportMismatch(f"{place}: has no record of log-probs to compare with; run its stage and evaluate again")
     _check_weights(place, answer)
-    bound = settings.bound if settings.bound is not None else 1e-3 if dtype == "float32" else 0.5
-    mean_bound = settings.mean_bound if settings.mean_bound is not None else bound / 5
+    bound, mean_bound = _bounds(settings, dtype)
     logprobs = iter(answer["logprobs"])
     found = {of: [next(logprobs) for _ in rows] for of, rows in records.items()}
     facts: dict[str, Any] = {"bound": bound, "mean_bound": mean_bound}
@@ -95,29 +95,71 @@ def prove_export(
     return facts | {name: answer[name] for name in ("class", "torch", "transformers")} | {"dtype": dtype}
 
 
+def prove_scores(
+    name: str,
+    folder: Path,
+    records: Sequence[ScoreRecord],
+    answer: Mapping[str, Any],
+    settings: ExportSettings,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """As `prove_export`, for a written reward model and the scores of the trained one.
+
+    The bounds count in units of the scores, or of the largest one where that is above 1. Without a record the weights
+    alone are checked: a stage of the user's may keep none.
+    """
+    place = f"export of {name}, {folder}"
+    _check_weights(place, answer)
+    facts = {name: answer[name] for name in ("class", "torch", "transformers")} | {"dtype": dtype}
+    if not records:
+        return facts
+    unit = max(1.0, *(abs(record.score) for record in records))
+    bound, mean_bound = (unit * limit for limit in _bounds(settings, dtype))
+    gaps = [abs(record.score - found) for record, found in zip(records, answer["scores"], strict=True)]
+    gaps = [math.inf if math.isnan(gap) else gap for gap in gaps]
+    largest, mean = max(gaps), sum(gaps) / len(gaps)
+    if not (largest <= bound and mean <= mean_bound):
+        raise ExportMismatch(
+            f"{place}: loaded by transformers in a fresh process, its scores differ from the trained model's by up to "
+            f"{largest:.3g}, {mean:.3g} on average over {len(gaps)} sequences (limits {bound:g} and {mean_bound:g}): "
+            f"it is not the model that was trained. {_REMEDY}"
+        )
+    return facts | {
+        "bound": bound, "mean_bound": mean_bound, "trained": {"max": largest, "mean": mean, "sequences": len(gaps)},
+    }  # fmt: skip
+
+
 def fresh_logprobs(
-    models: Sequence[tuple[Path, Mapping[str, Sequence[TokenRecord]]]], kind: ModelSettings, settings: ExportSettings
+    models: Sequence[tuple[Path, Mapping[str, Sequence[TokenRecord]]]],
+    kind: ModelSettings,
+    settings: ExportSettings,
+    reward_models: Sequence[tuple[Path, Sequence[ScoreRecord]]] = (),
 ) -> list[dict[str, Any]]:
     """Load model folders in one fresh process, by transformers alone; for each its log-probs at the records' tokens.
 
     Args:
         kind: dtype and device that they were evaluated with.
+        reward_models: folders of which scores are asked for; their answers come last.
     Raises: BackendError where the process ends without an answer.
     """
+    same = {"dtype": kind.dtype, "device": kind.device, "trust_remote_code": kind.trust_remote_code}
     request = {
         "threads": torch.get_num_threads(),
         "models": [
             {
-                "folder": str(folder), "dtype": kind.dtype, "device": kind.device,
-                "trust_remote_code": kind.trust_remote_code,
+                "folder": str(folder), **same,
                 "sequences": [
                     {"ids": record.ids, "scored": record.scored, "temperature": record.temperature}
                     for found in records.values() for record in found
                 ],
             }
             for folder, records in models
+        ] + [
+            {"folder": str(folder), **same, "rows": [record.ids for record in scored] or [[0]]}
+            for folder, scored in reward_models
         ],
     }  # fmt: skip
+    models = [*models, *((folder, {}) for folder, _ in reward_models)]
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)],
@@ -138,6 +180,12 @@ def fresh_logprobs(
             f"memory?): {end}"
         ) from error
     return answers
+
+
+def _bounds(settings: ExportSettings, dtype: str) -> tuple[float, float]:
+    """Limits of the largest and of the mean difference."""
+    bound = settings.bound if settings.bound is not None else 1e-3 if dtype == "float32" else 0.5
+    return bound, settings.mean_bound if settings.mean_bound is not None else bound / 5
 
 
 def _named(models: Sequence[tuple[Path, Any]]) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "TRAINED",
     "TokenRecord",
     "evaluated_records",
+    "fixed_ids",
     "fixed_records",
     "read_records",
     "trained_records",
@@ -64,14 +65,18 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(embedding.weight.shape[0])
 
 
-def fixed_records(model: PreTrainedModel) -> list[TokenRecord]:
-    """Log-probs of fixed tokens: the same ids for every model with this vocabulary."""
+def fixed_ids(model: PreTrainedModel) -> list[list[int]]:
+    """Fixed token sequences: the same ids for every model with this vocabulary."""
     vocab_size = vocabulary_size(model)
     length = min(TOKENS, longest_sequence(model))
-    ids = [
+    return [
         [(7919 * (number * length + place) + 13) % vocab_size for place in range(length)] for number in range(SEQUENCES)
     ]
-    return score(model, [TokenRecord(row, list(range(1, length)), []) for row in ids])
+
+
+def fixed_records(model: PreTrainedModel) -> list[TokenRecord]:
+    """Log-probs of the fixed sequences' tokens."""
+    return score(model, [TokenRecord(row, list(range(1, len(row))), []) for row in fixed_ids(model)])
 
 
 def trained_records(model: PreTrainedModel) -> Records:

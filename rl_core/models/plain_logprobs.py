@@ -1,4 +1,4 @@
-"""Program: log-probs of model folders by transformers alone, as anyone who downloads a model computes them.
+"""Program: log-probs and scores of model folders by transformers alone, as anyone who downloads a model computes them.
 
 Nothing of this project is imported. The request is one JSON object on the standard input, the answer the last line of
 the standard output. See `rl_core/models/export_proof.py`.
@@ -7,6 +7,7 @@ the standard output. See `rl_core/models/export_proof.py`.
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 from typing import Any
 
@@ -26,18 +27,61 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """As `measure`, or an `error`."""
     try:
-        return measure(request)
+        return measure(request) if "sequences" in request else measure_scores(request)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of the sequences under the folder's model, and the weights that did not fit."""
+    """Log-probs of the sequences under the folder's language model, and the weights that did not fit."""
     import torch
     import transformers
 
-    loader: Any = transformers.AutoModelForCausalLM
-    model, report = loader.from_pretrained(
+    model, report = load(transformers.AutoModelForCausalLM, request)
+    device, found = model.device, []
+    with torch.no_grad():
+        for sequence in request["sequences"]:
+            ids = torch.tensor([sequence["ids"]], device=device)
+            logits = model(input_ids=ids, use_cache=False).logits[0].float() / sequence["temperature"]
+            logprobs = torch.log_softmax(logits, dim=-1)
+            found.append([float(logprobs[place - 1, sequence["ids"][place]]) for place in sequence["scored"]])
+    return {"logprobs": found, **facts_of(model, report)}
+
+
+def measure_scores(request: dict[str, Any]) -> dict[str, Any]:
+    """Scores of the rows under the folder's classifier, and the weights that did not fit.
+
+    transformers has no heads of several layers. Where the configuration names one, it is put together from the folder's
+    tensors, as a user of the model has to do.
+    """
+    import torch
+    import transformers
+
+    model, report = load(transformers.AutoModelForSequenceClassification, request, num_labels=1)
+    head = getattr(model.config, "reward_head", None) or {"layers": 1}
+    if head["layers"] > 1:
+        weights = head_weights(request["folder"])
+        widths = [len(weights[f"{2 * place}.weight"]) for place in range(head["layers"])]
+        parts: list[Any] = []
+        for size, width in zip([model.config.get_text_config().hidden_size, *widths], widths, strict=False):
+            parts += [torch.nn.Linear(size, width, bias=f"{len(parts)}.bias" in weights), torch.nn.GELU()]
+        model.score = torch.nn.Sequential(*parts[:-1])
+        model.score.load_state_dict(weights)
+        model.score.to(model.device, model.dtype)
+        report = {kind: [key for key in keys if "score." not in str(key)] for kind, keys in report.items()}
+    scores = []
+    with torch.no_grad():
+        for row in request["rows"]:
+            logits = model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits
+            scores.append(float(logits[0, 0]))
+    return {"scores": scores, **facts_of(model, report)}
+
+
+def load(kind: Any, request: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of this kind, on the request's device, and the report on its weights."""
+    import torch
+
+    model, report = kind.from_pretrained(
         request["folder"],
         dtype=getattr(torch, request["dtype"]),
         use_safetensors=True,
@@ -45,20 +89,31 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         trust_remote_code=bool(request["trust_remote_code"]),
+        **options,
     )
     device = request["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device).eval()
-    found = []
-    with torch.no_grad():
-        for sequence in request["sequences"]:
-            ids = torch.tensor([sequence["ids"]], device=device)
-            logits = model(input_ids=ids, use_cache=False).logits[0].float() / sequence["temperature"]
-            logprobs = torch.log_softmax(logits, dim=-1)
-            found.append([float(logprobs[place - 1, sequence["ids"][place]]) for place in sequence["scored"]])
+    return model.to(device).eval(), report
+
+
+def head_weights(folder: str) -> dict[str, Any]:
+    """Tensors of a folder under `score.`, by the rest of their names."""
+    import safetensors.torch
+
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        tensors = safetensors.torch.load_file(path)
+        found |= {name.removeprefix("score."): value for name, value in tensors.items() if name.startswith("score.")}
+    return found
+
+
+def facts_of(model: Any, report: dict[str, Any]) -> dict[str, Any]:
+    """Class, versions, and the weights that did not fit."""
+    import torch
+    import transformers
+
     return {
-        "logprobs": found,
         "class": type(model).__name__,
         "missing": sorted(map(str, report["missing_keys"])),
         "unexpected": sorted(map(str, report["unexpected_keys"])),

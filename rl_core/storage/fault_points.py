@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("data.tokenised", "the rows are tokenised and written, their folder has no manifest"),
         ("data.rows", "one part of the split rows is written"),
         ("model.recorded", "log-probs of a live model are written, for the proof of its export"),
+        ("model.scored", "scores of a live reward model are written, for the proof of its export"),
         ("model.saved", "a model and its tokenizer are written into the open folder"),
         ("pairs.made", "preference pairs are read or sampled"),
         ("records.logged", "one of a stage's records is in its journal, as artifact and data set"),

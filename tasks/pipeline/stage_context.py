@@ -117,6 +117,8 @@ class StageContext:
 
         if entry(self.name).trains == "policy":
             self._record_logprobs(optimizer_step, model)
+        elif entry(self.name).trains == "reward_model":
+            self._record_scores(optimizer_step, model)
         whole = self._whole_model(optimizer_step, model, load)
         if whole is not None:
             causal_lm.save(whole, tokenizer, self.folder / "model")
@@ -128,6 +130,14 @@ class StageContext:
         records = optimizer_step.sharded.with_full_weights_independent(lambda: trained_records(model))
         if self.process_group.is_rank_zero:
             write_records(self.folder / TRAINED, records)
+
+    def _record_scores(self, optimizer_step: OptimizerStep, model: PreTrainedModel) -> None:
+        """As `_record_logprobs`, for a reward model."""
+        from rl_core.models.score_record import SCORES, fixed_scores, write_scores
+
+        records = optimizer_step.sharded.with_full_weights_independent(lambda: fixed_scores(model))
+        if self.process_group.is_rank_zero:
+            write_scores(self.folder / SCORES, records)
 
     def _whole_model(
         self, optimizer_step: OptimizerStep, model: PreTrainedModel, load: Callable[[PipelineSettings], PreTrainedModel]

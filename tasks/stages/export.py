@@ -1,5 +1,7 @@
 """Stage: proof of export. The written models are loaded by transformers alone, and have the evaluated log-probs.
 
+A reward model has the scores that its trainer's own model had on fixed sequences.
+
 The folder that is registered is compared with two records of log-probs: the trainer's own model's, which its stage left
 before it wrote the folder, and those of the evaluation's rollout engine. `promote` takes no model without this proof.
 """
@@ -9,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import BackendError, ExportMismatch, SettingsError
 from rl_core.settings import ExportSettings
@@ -22,6 +24,9 @@ from tasks.lifecycle.promotion_by_hand import REFUSED
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 
+if TYPE_CHECKING:
+    from rl_core.models.score_record import ScoreRecord
+
 __all__ = ["PROOF", "checked_proof", "prove_models"]
 
 logger = logging.getLogger(__name__)
@@ -30,7 +35,10 @@ PROOF = "export.json"
 
 
 def prove_models(
-    pipeline_run: PipelineRun, evaluation: StageResult, models: Mapping[str, StageResult | Path | str]
+    pipeline_run: PipelineRun,
+    evaluation: StageResult,
+    models: Mapping[str, StageResult | Path | str],
+    reward_model: StageResult | None = None,
 ) -> StageResult:
     """Run the stage. `models`: what the evaluation played; those that this run trained are proven."""
     trained = {name: model for name, model in models.items() if isinstance(model, StageResult)}
@@ -41,17 +49,22 @@ def prove_models(
         )
     inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
     inputs |= {f"model.{name}": model for name, model in trained.items()}
+    if reward_model is not None:
+        inputs["reward_model"] = reward_model
     settings = pipeline_run.settings.stages.export or ExportSettings()
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _body(context, trained)
+        return _body(context, trained, reward_model)
 
     return run_stage(pipeline_run, "export", body, settings=settings, inputs=inputs)
 
 
-def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str, Any]:
+def _body(
+    context: StageContext, models: Mapping[str, StageResult], reward_model: StageResult | None = None
+) -> dict[str, Any]:
     from rl_core.models.export_proof import fresh_logprobs, prove_export  # here: it loads torch, not needed if cached
     from rl_core.models.logprob_record import EVALUATED, TRAINED, read_records
+    from rl_core.models.score_record import SCORES, read_scores
 
     evaluated = read_records(Path(context.inputs["evaluation"]) / EVALUATED)
     context.tracker.progress(0, 1, f"loading {', '.join(models)} in a fresh process")
@@ -62,16 +75,19 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
     for name in models:
         if rows := evaluated.get(name):
             records[name]["evaluated"] = rows
-    answers = fresh_logprobs([(written[name], records[name]) for name in models], kind, context.settings)
-    for (name, result), answer in zip(models.items(), answers, strict=True):
+    scored = [] if reward_model is None else [(reward_model.model, read_scores(reward_model.path / SCORES))]
+    answers = fresh_logprobs([(written[name], records[name]) for name in models], kind, context.settings, scored)
+    for (name, result), answer in zip(models.items(), answers[: len(models)], strict=True):
         try:
             facts = prove_export(name, written[name], records[name], answer, context.settings, kind.dtype)
         except ExportMismatch as refused:
             _mark_refused(context, result, str(refused))
             raise
         proofs[name] = {"model_sha256": digests[name], **facts}
-        _lift_refusal(context, digests[name])
+        _lift_refusal(context, digests[name], context.pipeline_run.registered_model)
         fault("export.proved")
+    if reward_model is not None:
+        proofs[reward_model.stage] = _prove_reward_model(context, reward_model, scored[0][1], answers[-1])
     metrics = {
         f"export/{name}/{figure}": value for name, facts in proofs.items() for figure, value in _figures(facts).items()
     }
@@ -80,12 +96,40 @@ def _body(context: StageContext, models: Mapping[str, StageResult]) -> dict[str,
     fault("export.written")
     context.tracker.log_artifact(context.folder / PROOF)
     context.tracker.progress(1, 1)
-    worst = ", ".join(f"{name} {_largest(facts):.2g}" for name, facts in proofs.items())
+    worst = ", ".join(f"{name} {_largest(proofs[name]):.2g}" for name in models)
+    also = f"; scores of {reward_model.stage} by {_largest(proofs[reward_model.stage]):.2g}" if reward_model else ""
     return {
         "models": proofs,
         "metrics": metrics,
-        "note": f"loaded by transformers in a fresh process, log-probs differ by at most (nats): {worst}",
+        "note": f"loaded by transformers in a fresh process, log-probs differ by at most (nats): {worst}{also}",
     }
+
+
+def _prove_reward_model(
+    context: StageContext, result: StageResult, records: Sequence[ScoreRecord], answer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Proof of a reward model; its version is tagged with the figures, or with the refusal."""
+    from rl_core.models.export_proof import prove_scores
+
+    kind, digest = context.pipeline.model, digest_folder(result.model)
+    try:
+        facts = prove_scores(result.stage, result.model, records, answer, context.settings, kind.dtype)
+    except ExportMismatch as refused:
+        _tag_reward_model(context, result, {REFUSED: str(refused)[:4000]})
+        raise
+    _tag_reward_model(context, result, _tags(digest, facts))
+    if registered := result.summary.get("registered_model"):
+        _lift_refusal(context, digest, registered)
+    fault("export.proved")
+    return {"model_sha256": digest, **facts}
+
+
+def _tag_reward_model(context: StageContext, result: StageResult, tags: Mapping[str, str]) -> None:
+    """Tag its version, where it has one and the store answers; the figures are in the proof in any case."""
+    name, version = result.summary.get("registered_model"), result.summary.get("model_version")
+    if name is not None and version is not None:
+        with contextlib.suppress(BackendError):
+            context.pipeline_run.tracking.tag_version(name, int(version), dict(tags))
 
 
 _FIGURES = (
@@ -103,7 +147,7 @@ def _figures(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _largest(facts: Mapping[str, Any]) -> float:
-    return max(float(facts[of]["max"]) for of in ("trained", "evaluated") if of in facts)
+    return max((float(facts[of]["max"]) for of in ("trained", "evaluated") if of in facts), default=0.0)
 
 
 def _mark_refused(context: StageContext, result: StageResult, reason: str) -> None:
@@ -114,9 +158,9 @@ def _mark_refused(context: StageContext, result: StageResult, reason: str) -> No
         pipeline_run.tracking.tag_version(pipeline_run.registered_model, version, {REFUSED: reason[:4000]})
 
 
-def _lift_refusal(context: StageContext, digest: str) -> None:
+def _lift_refusal(context: StageContext, digest: str, registered: str) -> None:
     """Take back what an earlier proof, by other settings, said about a version with exactly this model."""
-    tracking, registered = context.pipeline_run.tracking, context.pipeline_run.registered_model
+    tracking = context.pipeline_run.tracking
     with contextlib.suppress(BackendError):
         for version in tracking.versions(registered):
             if version.tags.get("model_sha256") == digest and version.tags.get(REFUSED):
@@ -145,6 +189,11 @@ def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
             f"{model}: is not promoted: the proof of export in {path} is {of}, and this one is {digest[:12]}; it was "
             "written after it was evaluated, so evaluate and prove it anew (--fresh)"
         )
+    return _tags(digest, facts)
+
+
+def _tags(digest: str, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Tags of a proven version."""
     return {
         "export.model_sha256": digest,
         **{f"export.{figure}": f"{value:.6g}" for figure, value in _figures(facts).items()},

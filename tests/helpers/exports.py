@@ -9,7 +9,7 @@ from rl_core.models import plain_logprobs
 from rl_core.models.export_proof import fresh_logprobs
 
 
-def in_this_process(models, kind, settings):
+def in_this_process(models, kind, settings, reward_models=()):
     """As `fresh_logprobs`, with the same request, answered here."""
 
     def run(command, *, input, **options):
@@ -18,4 +18,4 @@ def in_this_process(models, kind, settings):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_core.models.export_proof.subprocess.run", run)
-        return fresh_logprobs(models, kind, settings)
+        return fresh_logprobs(models, kind, settings, reward_models)

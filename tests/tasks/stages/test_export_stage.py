@@ -1,5 +1,6 @@
 """The stage `export`: proofs of a run's models, and the mark on a version that is refused."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ from helpers.exports import in_this_process
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, ExportMismatch, SettingsError
 from rl_core.models import causal_lm
+from rl_core.models.heads import reward_model_from
 from rl_core.models.logprob_record import EVALUATED, TRAINED, TokenRecord, score, trained_records, write_records
+from rl_core.models.score_record import SCORES, fixed_scores, write_scores
 from rl_core.settings import ExportSettings, ModelSettings
 from rl_core.storage.manifest import digest_folder
 from tasks.config import StagesSettings, from_dict
@@ -57,8 +60,8 @@ def stage(tmp_path, trained, monkeypatch):
     )  # fmt: skip
     result = StageResult("policy", str(tmp_path / "policy"), "d", "k", False, 1.0, "r", {})
 
-    def prove():
-        return export._body(context, {"policy": result})
+    def prove(reward_model=None):
+        return export._body(context, {"policy": result}, reward_model)
 
     return SimpleNamespace(prove=prove, folder=tmp_path, tagged=tagged, logged=logged, run=pipeline_run)
 
@@ -135,6 +138,38 @@ def test_it_comes_with_promote_and_cannot_be_left_out():
     assert from_dict({"name": "t", "stages": {"sft": {}, "evaluate": {}, "export": {}}}).stages.active[-1] == "export"
     with pytest.raises(SettingsError, match=r"needs the log-probs of stages\.evaluate"):
         from_dict({"name": "t", "stages": {"sft": {}, "export": {}}})
+
+
+@pytest.fixture(scope="module")
+def rewarding(trained, tmp_path_factory):
+    """Folder of a stage that trained a reward model, and the model."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    causal_lm.save(*trained, folder / "start")
+    model, tokenizer = reward_model_from(folder / "start", ModelSettings(device="cpu"), seed=3)
+    causal_lm.save(model, tokenizer, folder / "model")
+    return folder, model
+
+
+def test_a_reward_model_is_proven_by_its_scores(stage, rewarding):
+    folder, model = rewarding
+    write_scores(folder / SCORES, fixed_scores(model))
+    summary = {"registered_model": "m-reward-model", "model_version": 7}
+    told = stage.prove(StageResult("reward_model", str(folder), "d", "k", False, 1.0, "r", summary))
+    facts = told["models"]["reward_model"]
+    assert facts["model_sha256"] == digest_folder(folder / "model") and 0 <= facts["trained"]["max"] < 1e-4
+    assert told["metrics"]["export/reward_model/trained_difference_max"] == facts["trained"]["max"]
+    tags = stage.tagged["m-reward-model", 7]
+    assert tags["export.model_sha256"] == facts["model_sha256"] and "export.trained_difference_max" in tags
+
+
+def test_a_reward_model_that_scores_otherwise_is_refused_and_marked(stage, rewarding):
+    folder, model = rewarding
+    write_scores(folder / SCORES, [dataclasses.replace(row, score=row.score + 0.01) for row in fixed_scores(model)])
+    summary = {"registered_model": "m-reward-model", "model_version": 7}
+    with pytest.raises(ExportMismatch, match=r"scores differ from the trained model's by up to 0\.01"):
+        stage.prove(StageResult("reward_model", str(folder), "d", "k", False, 1.0, "r", summary))
+    assert "by up to 0.01" in stage.tagged["m-reward-model", 7]["export.refused"]
+    assert not (stage.folder / "export" / "export.json").exists()
 
 
 def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):

@@ -1,0 +1,109 @@
+"""Proof of export of reward models: the written folder has the trained model's scores, whatever its head."""
+
+import json
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers.exports import in_this_process
+from safetensors.torch import load_file, save_file
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import DataError, ExportMismatch
+from rl_core.models import causal_lm
+from rl_core.models.export_proof import fresh_logprobs, prove_scores
+from rl_core.models.heads import HeadShape, load_reward_model, reward_model_from
+from rl_core.models.score_record import SCORES, ScoreRecord, fixed_scores, read_scores, write_scores
+from rl_core.settings import ExportSettings, ModelSettings
+
+KIND = ModelSettings(preset="nano", context=64, device="cpu")
+PLAIN, DEEP = HeadShape(), HeadShape(layers=3, width=8)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Function: (folder, scores of the live model) of a reward model with this head, away from its start."""
+    tokenizer = train_tokenizer(["abc xyz"], 300)
+    causal_lm.save(causal_lm.create(KIND, tokenizer, 0), tokenizer, tmp_path / "start")
+
+    def of(shape):
+        model, _ = reward_model_from(tmp_path / "start", KIND, seed=5, shape=shape)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        causal_lm.save(model, tokenizer, tmp_path / "model")
+        return tmp_path / "model", fixed_scores(model)
+
+    return of
+
+
+def prove(folder, records, call=in_this_process, **settings):
+    (answer,) = call([], KIND, ExportSettings(**settings), [(folder, records)])
+    return prove_scores("reward_model", folder, records, answer, ExportSettings(**settings))
+
+
+@pytest.mark.parametrize("shape", [PLAIN, DEEP], ids=["matrix", "layers"])
+def test_a_written_reward_model_has_the_scores(written, shape):
+    folder, records = written(shape)
+    assert len({len(record.ids) for record in records}) == len(records) == 8, "several lengths"
+    facts = prove(folder, records, fresh_logprobs if shape is DEEP else in_this_process)
+    assert facts["trained"]["max"] < 1e-4 and facts["trained"]["sequences"] == 8
+    assert facts["class"] == "LlamaForSequenceClassification"
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"), [(PLAIN, "score.weight"), (DEEP, "score.4.weight")], ids=["matrix", "layers"]
+)
+def test_another_head_and_another_trunk_are_refused_by_their_figure(written, shape, last):
+    folder, records = written(shape)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    for name in (last, "model.norm.weight"):
+        save_file({**whole, name: 2 * whole[name]}, path, metadata={"format": "pt"})
+        with pytest.raises(ExportMismatch, match=r"its scores differ from the trained model's by up to \d") as refused:
+            prove(folder, records)
+        assert str(folder) in str(refused.value)
+
+
+def test_a_head_that_was_dropped_is_named(written):
+    folder, records = written(PLAIN)
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if k != "score.weight"}, path, metadata={"format": "pt"})
+    with pytest.raises(ExportMismatch, match=r"1 weights of LlamaForSequenceClassification are missing.*score\.weight"):
+        prove(folder, records)
+
+
+def test_limits_count_in_units_of_the_largest_score(written):
+    folder, records = written(PLAIN)
+    unit = max(abs(row.score) for row in records)
+    assert unit > 1, "else the unit is 1"
+    for share, refused in ((0.002, True), (0.0001, False)):
+        moved = [ScoreRecord(row.ids, row.score + share * unit) for row in records]
+        with pytest.raises(ExportMismatch) if refused else nullcontext():
+            prove(folder, moved)
+    assert prove(folder, records)["bound"] == pytest.approx(1e-3 * unit)
+
+
+def test_no_number_is_no_proof_and_no_record_checks_the_weights_alone(written):
+    folder, records = written(PLAIN)
+    with pytest.raises(ExportMismatch, match="by up to inf"):
+        prove(folder, [ScoreRecord(records[0].ids, math.nan)])
+    assert "trained" not in prove(folder, [])
+
+
+def test_sequences_do_not_end_in_padding(written):
+    folder, records = written(PLAIN)
+    model, _ = load_reward_model(folder, KIND)
+    model.config.pad_token_id = records[2].ids[-1]
+    padded = fixed_scores(model)
+    assert padded[2].ids[-1] == records[2].ids[-1] + 1 and padded[2].ids[:-1] == records[2].ids[:-1]
+
+
+def test_records_are_read_as_they_were_written(tmp_path):
+    records = [ScoreRecord([1, 2], 0.25), ScoreRecord([3], -1.5)]
+    write_scores(tmp_path / SCORES, records)
+    assert read_scores(tmp_path / SCORES) == records and read_scores(tmp_path / "none.json") == []
+    (tmp_path / SCORES).write_text(json.dumps([{"ids": [1]}]))
+    with pytest.raises(DataError, match=r"trained_scores\.json: is no record of scores"):
+        read_scores(tmp_path / SCORES)
