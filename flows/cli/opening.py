@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,8 @@ def opening(settings: PipelineSettings) -> str:
     stages = " -> ".join(name.replace("_", " ") for name in settings.stages.active)
     output = Path(settings.output)
     where = "" if output.resolve() == Path("outputs").resolve() else f" --output {shlex.quote(str(output))}"
-    lines = textwrap.wrap(f"{settings.name}: {stages}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    width = max(36, min(_WIDTH, shutil.get_terminal_size().columns - 1))
+    lines = textwrap.wrap(f"{settings.name}: {stages}", width, subsequent_indent="  ", break_on_hyphens=False)
     lines.append(f"files    {output.resolve() / settings.name}")
     if find_spec("gradio") is not None:
         lines.append(f"live     posttrain monitor{where}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,11 +219,8 @@ def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
     settings = loading.load(arguments)
     if arguments.name not in settings.stages.active:
-        known = arguments.name in stage_registry.names()
-        remedy = f"add it with --set stages.{arguments.name}={{}}" if known else "name your own under stages.own"
-        raise SettingsError(
-            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; {remedy}"
-        )
+        missing = stage_registry.no_such_stage(arguments.name, settings.stages.active)
+        raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
@@ -244,7 +242,8 @@ def why(arguments: argparse.Namespace) -> int:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
 
-    print(explain(settings, arguments.name))
+    found = explain(settings, arguments.name)
+    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
     return 0
 
 
