@@ -75,7 +75,7 @@ def test_it_tells_programs_the_same(tmp_path):
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(SettingsError, match="t: has no stage 'sftt'; did you mean 'sft'\\?"):
         explain(settings_of(tmp_path), "sftt")
-    with pytest.raises(SettingsError, match="t: has no stage 'mine', only sft; name your own under stages.own"):
+    with pytest.raises(SettingsError, match=r"t: has no stage 'mine', only sft; name your own under stages\.own"):
         explain(settings_of(tmp_path), "mine")
 
 
