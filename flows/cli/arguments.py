@@ -52,7 +52,7 @@ class _ExamplesFormatter(argparse.HelpFormatter):
 
 
 def _folded(example: str, width: int) -> Iterator[str]:
-    """Lines of an example, cut at spaces outside quotes, an option with its value; what stands in brackets behind it gets lines of its own."""
+    """Lines of an example, cut at spaces outside quotes, an option with its value; a note in brackets has its own."""
     if len(example) <= width:
         yield example
         return

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet)
+    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.cli.page_beside_run import page_beside
     from flows.post_training import run_pipeline
 
@@ -135,7 +135,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet)
+    loading.begin(settings, quiet=arguments.quiet, fresh=True)  # on other episodes than before
     from flows.retrain import run_retraining
 
     result = run_retraining(
@@ -224,7 +224,9 @@ def stage(arguments: argparse.Namespace) -> int:
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
-    loading.begin(settings, quiet=arguments.quiet)
+    active = settings.stages.active
+    upto = active[: active.index(arguments.name) + 1]
+    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh, stages=upto)
     from flows.single_stage import run_stage
 
     result = run_stage(

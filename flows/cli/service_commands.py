@@ -79,6 +79,7 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the state of the servers of `up`."""
     from flows.operations.commands import status as look
 
+    loading.refuse_closed(arguments.output)
     text, good = look(Path(arguments.output), as_json=arguments.json)
     print(text)
     return 0 if good else 1
