@@ -201,7 +201,8 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         state = _wait(places, lambda state: state.phase == "up" and state.supervisor.pid == child.pid, "is slow", child)
     except KeyboardInterrupt:
         child.send_signal(signal.SIGTERM)
-        child.wait()
+        _say("stopping what was started ...")
+        child.wait()  # a second Ctrl-C leaves it to end by itself
         raise
     _say(links(state, places.output))
     _say(f"`{own_command('down', places.output)}` stops all of it")
