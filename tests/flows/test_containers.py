@@ -119,7 +119,7 @@ def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_a
     ],
 )
 def test_torch_s_index_stands_beside_the_usual_one_which_has_what_torch_needs(given, code, told, tmp_path):
-    (script,) = re.findall(r"&& (case .+?torch)$", DOCKERFILE, re.DOTALL | re.MULTILINE)
+    (script,) = re.findall(r"&& (case .+? torch) \\$", DOCKERFILE, re.DOTALL | re.MULTILINE)
     environment = program(tmp_path / "bin", "pip", 0)
     done = subprocess.run(["sh", "-c", script], env={**environment, **given}, capture_output=True, text=True)
     assert done.returncode == code
