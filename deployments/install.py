@@ -28,19 +28,23 @@ HANDED_OVER = {
 
 
 def main() -> int:
-    """Install; returns the exit code of the tool that failed, or 0."""
+    """Install; returns the exit code of the tool that failed, 130 after Ctrl-C, or 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--extras", default="", help="extras of pyproject.toml, separated by commas")
     extras = parser.parse_args().extras
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
     started = time.monotonic()
     print(f"installing the pinned packages into {sys.prefix} (2.3 GB)", flush=True)
-    failed = with_uv(project)
-    if failed:
-        print(f"{failed}; pip installs instead, which takes some minutes without a word", flush=True)
-        code = with_pip(project)
-        if code:
-            return code
+    try:
+        failed = with_uv(project)
+        if failed:
+            print(f"{failed}; pip installs instead, which takes some minutes without a word", flush=True)
+            code = with_pip(project)
+            if code:
+                return code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the same command goes on", file=sys.stderr)
+        return 130
     print(f"installed in {time.monotonic() - started:.0f} s")
     return 0
 

@@ -15,7 +15,7 @@ from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
 from tasks.pipeline.run_options import OnDrift
-from tasks.stage_registry import entry, names, policy_stages, result_stages
+from tasks.stage_registry import entry, names, no_such_stage, policy_stages, result_stages
 
 __all__ = ["analyze_models", "compare_models", "evaluate_model", "evaluate_models", "run_stage", "single_stage"]
 
@@ -56,7 +56,7 @@ def single_stage(
     """
     typed = read_settings(settings, overrides)
     if stage not in typed.stages.active:
-        raise SettingsError(f"stages: has no '{stage}', only {', '.join(typed.stages.active)}")
+        raise SettingsError(f"{typed.name}: {no_such_stage(stage, typed.stages.active)}")
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
     return execute(_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
 

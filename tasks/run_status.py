@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["OF_AN_EARLIER_STOP", "run_status"]
+__all__ = ["OF_AN_EARLIER_STOP", "POSTPONED", "run_status"]
 
-OF_AN_EARLIER_STOP = ("error", "interrupted")  # tags that a run loses when it goes on
+POSTPONED = "postponed"  # tag of a run: why its promotion was left open
+OF_AN_EARLIER_STOP = ("error", "interrupted", POSTPONED)  # tags that a run loses when it goes on
 
 _WORDS = {"RUNNING": "running", "SCHEDULED": "running", "FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
@@ -29,4 +30,6 @@ def run_status(status: str, tags: Mapping[str, str]) -> str:
         return "killed"
     if status == "FINISHED" and tags.get("approval") == "waiting":
         return "waiting"
+    if status == "FINISHED" and tags.get(POSTPONED):
+        return "postponed"
     return _WORDS.get(status, "failed")

@@ -10,7 +10,7 @@ A stage of the user's is an `OwnStage` that the config names under `stages.own`;
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ __all__ = [
     "Product",
     "entry",
     "names",
+    "no_such_stage",
     "policy_stages",
     "register",
     "register_own",
@@ -186,6 +187,17 @@ def entry(name: str) -> PipelineStage:
     if found is None:
         raise ValueError(f"no stage '{name}' is registered; known: {', '.join(names())}")
     return found
+
+
+def no_such_stage(name: str, active: Sequence[str]) -> str:
+    """Message about a stage that a pipeline lacks: the one that was probably meant, else all that it has."""
+    import difflib  # where something is wrong
+
+    known = name in names()
+    if not known and (near := difflib.get_close_matches(name, {*active, *names()}, n=1)):
+        return f"has no stage '{name}'; did you mean '{near[0]}'?"
+    remedy = f"add it with --set stages.{name}={{}}" if known else "name your own under stages.own"
+    return f"has no stage '{name}', only {', '.join(active)}; {remedy}"
 
 
 def policy_stages() -> tuple[str, ...]:

@@ -74,3 +74,13 @@ def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, m
     assert "uv failed (exit code 2); pip installs instead" in capsys.readouterr().out
     monkeypatch.setattr(install.subprocess, "run", Commands({"/bin/uv": 2, "torch": 7}))
     assert install.main() == 7
+
+
+def test_ctrl_c_is_no_failure_of_uv_after_which_pip_would_install(install, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install.subprocess, "run", interrupted)
+    monkeypatch.setattr(install.sys, "argv", ["install.py"])
+    assert install.main() == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C; the same command goes on\n"

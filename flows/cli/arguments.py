@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tasks.stage_registry import names
@@ -33,11 +34,37 @@ def add_command(commands: Any, name: str, about: str, examples: Sequence[str]) -
         help=about,
         description=f"{about[0].upper()}{about[1:]}.",
         epilog="\n".join(["examples:", *(f"  posttrain {example}" for example in examples)]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_ExamplesFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
     parser.set_defaults(command=name)
     return parser
+
+
+class _ExamplesFormatter(argparse.HelpFormatter):
+    """Help within the width of the terminal; an example that is longer goes on in lines that a shell takes as one."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        heading, *examples = text.splitlines()
+        if not examples:
+            return super()._fill_text(text, width, indent)
+        return "\n".join([heading, *(line for example in examples for line in _folded(example, width))])
+
+
+def _folded(example: str, width: int) -> Iterator[str]:
+    """Lines of an example, cut at spaces outside quotes, an option with its value; a note in brackets has its own."""
+    if len(example) <= width:
+        yield example
+        return
+    shown, gap, note = example.partition("    (")
+    line, *words = re.findall(r" *(?:--?[a-z-]+ (?=[^-]))?(?:'[^']*'|[^\s'])+", shown)
+    for word in words:
+        if len(line) + len(word) + 2 > width:  # with the backslash
+            yield f"{line} \\"
+            line = "     "
+        line += word
+    yield line
+    yield from textwrap.wrap(f"({note}", width, initial_indent="    ", subsequent_indent="     ") if gap else ()
 
 
 # ------------------------------------------------------------------------------------------------------------ options

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,16 +57,19 @@ def prepare(settings: PipelineSettings) -> None:
     connect(Path(settings.output))
 
 
-def begin(settings: PipelineSettings, *, quiet: bool = False) -> None:
+def begin(
+    settings: PipelineSettings, *, quiet: bool = False, fresh: bool = False, stages: Sequence[str] | None = None
+) -> None:
     """Say at once what runs and where it can be watched; Prefect's server starts while the rest is imported.
 
-    After `prepare`, in commands that run the pipeline's flow.
+    After `prepare`, in commands that run the pipeline's flow. fresh: stages are run again, finished or not.
+    stages: those that are run, where that is not all of the settings.
     """
     from flows.cli.opening import opening
     from flows.runtime.embedded_server import begin_embedded_server
 
     if not quiet:
-        print(visible(opening(settings)), flush=True)
+        print(visible(opening(settings, fresh=fresh, stages=stages)), flush=True)
     begin_embedded_server()
 
 

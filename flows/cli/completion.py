@@ -1,4 +1,4 @@
-"""`posttrain completion SHELL`: a script that completes commands, options, their choices, and shipped configs.
+"""`posttrain completion SHELL`: a script that completes commands, options, their choices, stages and shipped configs.
 
 The script is static, made from the parsers: the Tab key starts no Python.
 """
@@ -6,10 +6,12 @@ The script is static, made from the parsers: the Tab key starts no Python.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from flows.cli.arguments import stage_name
 from tasks.shipped import config_names
+from tasks.stage_registry import names
 
 __all__ = ["SHELLS", "script"]
 
@@ -51,7 +53,7 @@ def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...], about: str) ->
             parts = {choice.dest: choice.help or "" for choice in action._choices_actions}
             below = list(action.choices.items())
             continue
-        known = tuple(map(str, action.choices or (config_names() if action.metavar in _CONFIGS else ())))
+        known = tuple(map(str, action.choices or _known(action)))
         for option in action.option_strings:
             flags[option] = action.help or ""
             if action.nargs != 0:
@@ -61,6 +63,13 @@ def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...], about: str) ->
     yield _Command(path, about, parts, flags, values, tuple(words))
     for name, child in below:
         yield from _walk(child, (*path, name), parts.get(name, ""))
+
+
+def _known(action: argparse.Action) -> Sequence[str]:
+    """Words that the value of an option or argument is likely to be; () = a file, or a name that only a run knows."""
+    if action.type is stage_name:
+        return names()
+    return config_names() if action.metavar in _CONFIGS else ()
 
 
 # ------------------------------------------------------------------------------------------------------- bash and zsh
@@ -105,8 +114,8 @@ def _bash(commands: list[_Command]) -> Iterator[str]:
 
 
 def _fish(commands: list[_Command]) -> Iterator[str]:
-    names = [name for command in commands if not command.path for name in command.parts]
-    yield f"set -g __posttrain_commands {' '.join(names)}"
+    first = [name for command in commands if not command.path for name in command.parts]
+    yield f"set -g __posttrain_commands {' '.join(first)}"
     for command in commands:
         where = _condition(command, commands)
         for name, about in command.parts.items():

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from flows.cli.fitting_table import terminal_columns
 from tasks.shipped import shipped
 
 __all__ = ["Finding", "examine", "report"]
@@ -65,19 +67,30 @@ def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """Findings as text, each followed by its advice, if any."""
+    """Findings as text within the terminal, each followed by its advice, if any."""
     words = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{words[finding.state]}  {finding.name.ljust(width)}  {finding.detail}")
+        head, margin = f"{words[finding.state]}  {finding.name.ljust(width)}  ", " " * (8 + width)
+        lines += _wrapped(finding.detail, head, margin)
         if finding.advice:
-            lines.append(f"      {' ' * width}  -> {finding.advice}")
+            lines += _wrapped(f"-> {finding.advice}", margin, f"{margin}   ")
     num_bad = sum(finding.is_bad for finding in findings)
     lines.append(
         f"\n{num_bad} needed {'thing is' if num_bad == 1 else 'things are'} missing" if num_bad else "\nall is there"
     )
     return "\n".join(lines)
+
+
+def _wrapped(text: str, head: str, margin: str) -> list[str]:
+    columns = terminal_columns()
+    if columns is None:
+        return [f"{head}{text}"]
+    return textwrap.wrap(
+        text, max(columns, len(margin) + 20), initial_indent=head, subsequent_indent=margin, break_on_hyphens=False,
+        break_long_words=False,
+    ) or [head.rstrip()]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ packages

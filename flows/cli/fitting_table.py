@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flows.cli.visible import visible
 
-__all__ = ["fitting_table"]
+__all__ = ["fitting_table", "terminal_columns"]
 
 _GAP = "  "
 _CUT = ("settings", "result")  # columns that may be cut, the first one first
@@ -28,7 +28,7 @@ def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
     """
     cells = [{name: visible(str(text)) for name, text in row.items()} for row in rows]
     names = [name for name in rows[0] if any(row.get(name) for row in cells) or name in ("run", "status")]
-    width = _terminal() if width is None else width
+    width = terminal_columns() if width is None else width
     below = []
     if width is not None:
         if _total(names, cells) > width and "page" in names:
@@ -48,7 +48,8 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return _GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _terminal() -> int | None:
+def terminal_columns() -> int | None:
+    """Columns of the terminal, or those that COLUMNS says; None where standard output is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
 
 

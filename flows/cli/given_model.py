@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError, nearest
 from tasks.tracking import Tracking
-from tasks.tracking.registry import HUB_NAME, is_registered_reference
+from tasks.tracking.registry import HUB_NAME, REFERENCE, is_registered_reference
 
 __all__ = ["check_given_model"]
 
@@ -22,7 +22,12 @@ def check_given_model(name: str, output: Path, uri: str | None) -> None:
     Raises: SettingsError with what is known; BackendError where the tracking store does not answer.
     """
     if is_registered_reference(name):
-        Tracking(uri, output).registry.find(name)
+        tracking = Tracking(uri, output)
+        database = tracking.store.uri.removeprefix("sqlite:///")
+        is_file = database != tracking.store.uri
+        if is_file and REFERENCE.fullmatch(name) and not Path(database).exists():  # looking makes none
+            raise SettingsError(f"{name}: no model is registered yet; {database} is not there")
+        tracking.registry.find(name)
         return
     path = Path(name).expanduser()
     if path.is_dir():

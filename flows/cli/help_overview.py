@@ -78,5 +78,5 @@ def _rows(abouts: Mapping[str, str], margin: int = _MARGIN) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    width = max(60, min(120, shutil.get_terminal_size().columns))
+    width = max(36, min(120, shutil.get_terminal_size().columns))
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from flows.cli.fitting_table import terminal_columns
 from flows.cli.model_names import given_models
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.settings import ModelSettings
@@ -29,6 +30,7 @@ class Explanation:
 
     text: str
     is_refused: bool = False  # nothing exact can be trained with its chat template
+    record: dict[str, Any] = field(default_factory=dict)  # the same for programs
 
 
 def explain(model: str, settings: ModelSettings | None, output: Path, tracking_uri: str | None = None) -> Explanation:
@@ -59,8 +61,15 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
         f"{settings.dtype} on {device}"
     )
     source = "its weights were loaded" if is_loaded else "its config alone was read"
-    lines = [head, f"({source})", "", *_table(list(capabilities(found, device))), "", "chat template", template.text]
-    return Explanation("\n".join(lines), template.is_refused)
+    decisions = list(capabilities(found, device))
+    lines = [head, f"({source})", "", *_table(decisions), "", "chat template", template.text]
+    record = {
+        "model": model, "class": kind, "adapters": bool(adapters), "parameters": causal_lm.num_parameters(found),
+        "dtype": settings.dtype, "device": device, "weights_loaded": is_loaded,
+        "fast_paths": [asdict(decision) for decision in decisions], "chat_template": template.text.splitlines(),
+        "refused": template.is_refused,
+    }  # fmt: skip
+    return Explanation("\n".join(lines), template.is_refused, record)
 
 
 def _template(place: str, settings: ModelSettings) -> Explanation:
@@ -105,12 +114,13 @@ def _loaded(place: str, settings: ModelSettings) -> tuple[PreTrainedModel, bool]
 def _table(decisions: list[Decision]) -> list[str]:
     """One path a paragraph: its name, the answer, the reason, and what is used instead."""
     width = max(len(decision.name) for decision in decisions)
+    columns = min(_WIDTH, max(60, terminal_columns() or _WIDTH)) - width - 9
     lines = []
     for decision in decisions:
         answer = "trial" if decision.is_undecided else "yes" if decision.allowed else "no"
-        texts = textwrap.wrap(decision.reason, _WIDTH - width - 9)
+        texts = textwrap.wrap(decision.reason, columns)
         if not decision.allowed and not decision.is_undecided:
-            texts += textwrap.wrap(f"-> {decision.fallback}", _WIDTH - width - 9)
+            texts += textwrap.wrap(f"-> {decision.fallback}", columns)
         lines.append(f"{decision.name.ljust(width)}  {answer:5}  {texts[0]}")
         lines += [f"{'':{width}}         {text}" for text in texts[1:]]
     return lines

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet)
+    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.cli.page_beside_run import page_beside
     from flows.post_training import run_pipeline
 
@@ -134,7 +135,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet)
+    loading.begin(settings, quiet=arguments.quiet, fresh=True)  # on other episodes than before
     from flows.retrain import run_retraining
 
     result = run_retraining(
@@ -218,15 +219,14 @@ def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
     settings = loading.load(arguments)
     if arguments.name not in settings.stages.active:
-        known = arguments.name in stage_registry.names()
-        remedy = f"add it with --set stages.{arguments.name}={{}}" if known else "name your own under stages.own"
-        raise SettingsError(
-            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; {remedy}"
-        )
+        missing = stage_registry.no_such_stage(arguments.name, settings.stages.active)
+        raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
-    loading.begin(settings, quiet=arguments.quiet)
+    active = settings.stages.active
+    upto = active[: active.index(arguments.name) + 1]
+    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh, stages=upto)
     from flows.single_stage import run_stage
 
     result = run_stage(
@@ -244,7 +244,8 @@ def why(arguments: argparse.Namespace) -> int:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
 
-    print(explain(settings, arguments.name))
+    found = explain(settings, arguments.name)
+    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
     return 0
 
 

@@ -11,6 +11,7 @@ from flows.cli.arguments import (
     add_command,
     add_config,
     add_config_or_output,
+    add_json,
     add_quiet,
     add_stop_after,
     positive,
@@ -147,6 +148,7 @@ def _add_why(commands: Any) -> None:
     parser = add_command(commands, "why", about, examples)
     parser.add_argument("name", metavar="STAGE", type=stage_name, help=_STAGE_HELP)
     add_config(parser)
+    add_json(parser)
 
 
 def _add_profile(commands: Any) -> None:

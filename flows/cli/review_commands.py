@@ -32,7 +32,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
-    loading.begin(settings, quiet=arguments.quiet)
+    loading.begin(settings, quiet=arguments.quiet, fresh=True, stages=["evaluate"])
     from flows.cli.model_names import name_of_model
     from flows.single_stage import evaluate_model
 
@@ -67,7 +67,7 @@ def analyze(arguments: argparse.Namespace) -> int:
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     loading.prepare(settings)
     loading.check_models(settings, *models.values())
-    loading.begin(settings, quiet=quiet)
+    loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate", "analyze"])
     from flows.single_stage import analyze_models
     from rl_core.storage.single_files import copy_tree
 
@@ -92,7 +92,7 @@ def diff(arguments: argparse.Namespace) -> int:
     loading.prepare(settings)
     loading.check_models(settings, *models.values())
     quiet = arguments.quiet or arguments.format == "json"
-    loading.begin(settings, quiet=quiet)
+    loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate"])
     found, knows_success = played_diff(settings, models, examples=arguments.episodes, quiet=quiet)
     if arguments.format == "json":
         print(json.dumps({**found.to_json(), "knows_success": knows_success}, indent=1))

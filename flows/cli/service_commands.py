@@ -79,6 +79,7 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the state of the servers of `up`."""
     from flows.operations.commands import status as look
 
+    loading.refuse_closed(arguments.output)
     text, good = look(Path(arguments.output), as_json=arguments.json)
     print(text)
     return 0 if good else 1
@@ -122,9 +123,9 @@ def monitor(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
     if arguments.faults:
-        from rl_core.storage.fault_points import listing
+        from rl_core.storage.fault_points import listing, records
 
-        print(listing())
+        print(json.dumps(records(), indent=1) if arguments.json else listing())
         return 0
     settings = loading.optional(arguments)
     from flows.cli.doctor import examine, report
@@ -137,13 +138,14 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.repair:
         from flows.runtime.repair import repair
 
-        print("\n".join(repair(output, uri)))
+        lines = repair(output, uri)
+        print(json.dumps(lines, indent=1) if arguments.json else "\n".join(lines))
         return 0
     if arguments.model is not None:
         from flows.cli.model_capabilities import explain
 
         explanation = explain(arguments.model, settings.model if settings else None, output, uri)
-        print(explanation.text)
+        print(json.dumps(explanation.record, indent=1) if arguments.json else explanation.text)
         return 1 if explanation.is_refused else 0
     findings = examine(output, uri)
     print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1) if arguments.json else report(findings))

@@ -2,58 +2,92 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import SettingsError
 from tasks import stage_registry
 from tasks.config import PipelineSettings
-from tasks.pipeline.decisions import decisions
+from tasks.pipeline.decisions import StageDecision, decisions
 from tasks.pipeline.drift import differences_now, newest_conditions, unfinished
 from tasks.pipeline.result import STAGE_LOG
 
-__all__ = ["explain"]
+__all__ = ["StageExplanation", "StageNow", "explain"]
 
 _SHOWN = 5  # newest decisions
 
 
-def explain(settings: PipelineSettings, stage: str) -> str:
-    """Decisions about a stage, the newest first, and how the settings and code of now differ from its newest result.
+@dataclasses.dataclass(frozen=True)
+class StageNow:
+    """Comparison of a stage's newest result with the settings and code of now."""
+
+    stage: str
+    has_result: bool
+    changes: tuple[str, ...] = ()
+    checkpoints: tuple[str, ...] = ()  # of unfinished stages, the newest first
+
+
+@dataclasses.dataclass(frozen=True)
+class StageExplanation:
+    """Decisions about a stage, the newest first, and what a run would find now, of it and of each stage before it."""
+
+    stage: str
+    folder: str  # of the pipeline
+    decisions: tuple[StageDecision, ...]
+    now: tuple[StageNow, ...]
+    log: str = ""  # of the newest run of the stage; "" = there is none
+
+    def record(self) -> dict[str, Any]:
+        """The same for programs."""
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """The same for people."""
+        lines = []
+        for decision in self.decisions:
+            lines.append(f"{decision.time}  {decision.key}  {decision}")
+            lines += [f"    {change}" for change in decision.changes]
+        if not lines:
+            lines.append(f"{self.stage} was never run in {self.folder}")
+        lines += ["", "now:"]
+        for one in self.now:
+            state = "changed" if one.changes else "settings and code as before"
+            lines.append(f"  {one.stage}: {state if one.has_result else 'has no result yet'}")
+            lines += [f"    {change}" for change in one.changes]
+            lines += [f"    not finished: a checkpoint ({begun})" for begun in one.checkpoints]
+        lines.append("  content of inputs is compared when the stage runs")
+        return "\n".join([*lines, *([f"  log of the newest run: {self.log}"] if self.log else [])])
+
+
+def explain(settings: PipelineSettings, stage: str) -> StageExplanation:
+    """Decisions about a stage, and how the settings and code of now differ from its newest result.
 
     Raises: SettingsError for a stage that the settings do not have.
     """
     if stage not in settings.stages.active:
-        raise SettingsError(f"stages: has no '{stage}', only {', '.join(settings.stages.active)}")
+        raise SettingsError(f"{settings.name}: {stage_registry.no_such_stage(stage, settings.stages.active)}")
     stages_folder = Path(settings.output).resolve() / settings.name / "stages"
     folder = stages_folder / stage
-    lines = []
-    for decision in reversed(decisions(folder)[-_SHOWN:]):
-        lines.append(f"{decision.time}  {decision.key}  {decision}")
-        lines += [f"    {change}" for change in decision.changes]
-    if not lines:
-        lines.append(f"{stage} was never run in {stages_folder.parent}")
-    lines += ["", "now:", *_now(settings, stage, stages_folder)]
-    lines += [f"  log of the newest run: {path}" for path in _newest_log(folder)]
-    return "\n".join(lines)
-
-
-def _newest_log(folder: Path) -> list[Path]:
-    """The stage's log that was written last, of a finished run or of one that goes on or failed; [] = there is none."""
-    logs = sorted(folder.glob(f"*/{STAGE_LOG}"), key=lambda path: (path.stat().st_mtime, ".tracking" not in str(path)))
-    return logs[-1:]
-
-
-def _now(settings: PipelineSettings, stage: str, stages_folder: Path) -> list[str]:
-    """Differences that a run would find: of the stage, and of each one before it, whose results it starts from."""
     order = stage_registry.names()
-    lines = []
-    for name in order[: order.index(stage) + 1]:
-        if getattr(settings.stages, name) is None:
-            continue
-        if newest_conditions(stages_folder / name) is None:
-            lines.append(f"  {name}: has no result yet")
-            continue
-        found = differences_now(stages_folder / name, settings)
-        lines.append(f"  {name}: {'changed' if found else 'settings and code as before'}")
-        lines += [f"    {line}" for line in found]
-        lines += [f"    not finished: a checkpoint ({begun})" for begun in unfinished(stages_folder / name)]
-    return [*lines, "  content of inputs is compared when the stage runs"]
+    now = tuple(
+        _now(settings, name, stages_folder / name)
+        for name in order[: order.index(stage) + 1]
+        if getattr(settings.stages, name) is not None
+    )
+    newest = tuple(reversed(decisions(folder)[-_SHOWN:]))
+    return StageExplanation(stage, str(stages_folder.parent), newest, now, _newest_log(folder))
+
+
+def _newest_log(folder: Path) -> str:
+    """The stage's log that was written last, of a finished run or of one that goes on or failed; "" = there is none."""
+    logs = sorted(folder.glob(f"*/{STAGE_LOG}"), key=lambda path: (path.stat().st_mtime, ".tracking" not in str(path)))
+    return str(logs[-1]) if logs else ""
+
+
+def _now(settings: PipelineSettings, stage: str, folder: Path) -> StageNow:
+    """Differences that a run would find."""
+    if newest_conditions(folder) is None:
+        return StageNow(stage, has_result=False)
+    begun = tuple(str(one) for one in unfinished(folder))
+    return StageNow(stage, True, tuple(differences_now(folder, settings)), begun)

@@ -154,7 +154,7 @@ class RunView:
     id: str
     pipeline: str
     started_text: str
-    status: str  # running, silent, finished, failed, stopped, killed
+    status: str  # running, silent, waiting, postponed, finished, failed, stopped, killed
     why: str = ""  # explanation of the status, if needed
     started: float = 0.0
     ended: float = 0.0
@@ -177,7 +177,7 @@ class RunView:
     @property
     def is_over(self) -> bool:
         """True if the run has ended."""
-        return self.status in ("finished", "failed", "stopped", "killed")
+        return self.status in ("finished", "postponed", "failed", "stopped", "killed")
 
     def stage(self, label: str) -> StageView | None:
         """Stage by name; "" = the training one, else the last that trained."""

@@ -63,6 +63,7 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False, also: MoreS
         _repair(places, given)
         return
     options = Options(**given)
+    _check_ports(options)
     _check_same_database(places, options)
     elsewhere = _mlflow_elsewhere(options)
     _check_environment(options)
@@ -72,6 +73,18 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False, also: MoreS
     supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say, also=also)
     supervisor.run(lambda state: _announce(state, output))
     _say("stopped; nothing is left running")
+
+
+def _check_ports(options: Options) -> None:
+    """Raise if two servers are to have the same port."""
+    ports = {"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port}
+    if options.serve is not None:
+        ports["--serve-port"] = options.serve_port
+    names: dict[int, str] = {}
+    for name, port in ports.items():
+        if port in names:
+            raise SettingsError(f"{names[port]} and {name} are both {port}; each server needs a port of its own")
+        names[port] = name
 
 
 def _deployments(folder: Path) -> str:
@@ -201,7 +214,8 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         state = _wait(places, lambda state: state.phase == "up" and state.supervisor.pid == child.pid, "is slow", child)
     except KeyboardInterrupt:
         child.send_signal(signal.SIGTERM)
-        child.wait()
+        _say("stopping what was started ...")
+        child.wait()  # a second Ctrl-C leaves it to end by itself
         raise
     _say(links(state, places.output))
     _say(f"`{own_command('down', places.output)}` stops all of it")

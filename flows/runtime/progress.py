@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 from flows.runtime.time_left import TimeLeft
 
@@ -39,6 +40,14 @@ class _Warnings(logging.Handler):
             self.console.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
 
 
+class _Count(MofNCompleteColumn):
+    """Done and total; nothing for what only takes its time."""
+
+    def render(self, task: Task) -> Text:
+        """`3/7`, or ""."""
+        return Text() if task.total is None else super().render(task)
+
+
 class Display:
     """Live progress of the stages; a context manager and a `ProgressCallback`."""
 
@@ -56,7 +65,7 @@ class Display:
         self._progress = Progress(
             TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, min_width=18)),
             BarColumn(bar_width=10 if self.console.width < NARROW else 24),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _Count(table_column=Column(no_wrap=True)),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             # One line for each stage, whatever the width: what does not fit is cut at the end of the line.
             TextColumn("{task.fields[message]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GROUPS", "POINTS", "RUNS", "FaultPoint", "listing"]
+__all__ = ["GROUPS", "POINTS", "RUNS", "FaultPoint", "listing", "records"]
 
 RUNS = {
     "pipeline": "first run of a pipeline, in an empty folder",
@@ -245,6 +245,15 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
 }
 
 POINTS: dict[str, FaultPoint] = {point.name: point for points in GROUPS.values() for point in points}
+
+
+def records() -> list[dict[str, str]]:
+    """The points for programs: name, group, meaning, and the kind of run that reaches it."""
+    return [
+        {"name": point.name, "group": group, "meaning": point.meaning, "run": RUNS[point.run]}
+        for group, points in GROUPS.items()
+        for point in points
+    ]
 
 
 def listing() -> str:

@@ -97,6 +97,9 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
     if not path.exists():
         found = sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
+        stems = {Path(item).stem: item for item in found}
+        if match := get_close_matches(path.stem, stems, n=1, cutoff=0.6):
+            near = f"; did you mean '{path.parent / stems[match[0]]}'?"
         if path.name == name and not path.suffix:
             near = f", and no shipped config; these are shipped: {', '.join(shipped_names)}{near}"
             if match := get_close_matches(name, [*shipped_names, *found], n=1, cutoff=0.6):

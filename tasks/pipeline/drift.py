@@ -33,6 +33,7 @@ __all__ = [
     "adopt",
     "check_unfinished",
     "differences_now",
+    "finished_now",
     "mark_aside",
     "newest_conditions",
     "present",
@@ -238,6 +239,22 @@ def set_others_aside(final: Path) -> None:
     for stage in unfinished(final.parent):
         if stage.key != final.name:
             _set_aside(stage, final.name)
+
+
+def finished_now(stages_folder: Path, settings: PipelineSettings) -> list[str]:
+    """The first stages, in their order, that are finished under the present settings and code.
+
+    A run takes these as they are unless content of their inputs, such as data files, has changed.
+    """
+    found = []
+    for name in settings.stages.active:
+        folder, now = stages_folder / name, present(settings, name)
+        keys = [path for path in folder.iterdir() if path.is_dir() and "." not in path.name] if folder.is_dir() else []
+        done = filter(None, (finished_conditions(path) for path in keys))
+        if not any(not changes(known, now, with_inputs=False) for known in done):
+            break
+        found.append(name)
+    return found
 
 
 def newest_conditions(folder: Path) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.threads import choose_threads, own_threads, recorded_threads
+from tasks.run_status import POSTPONED
 from tasks.tracking import RunTracker, Tracking, Waiting
 
 __all__ = ["PipelineRun", "ProgressCallback"]
@@ -232,6 +233,7 @@ class PipelineRun:
     def postpone(self, why: str) -> None:
         """Let the run end without a decision about the champion, which the same command then takes up."""
         self.postponed = why
+        self.parent.set_tag(POSTPONED, why)
 
     def is_fresh(self, stage: str, key: str) -> bool:
         """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""

@@ -50,7 +50,9 @@ class Waiting:
 
     def __str__(self) -> str:
         rest = self.others - self.models
-        return f"{self.metrics} lines of metrics, {self.models} model versions and {rest} other records"
+        counts = ((self.metrics, "line", " of metrics"), (self.models, "model version", ""), (rest, "other record", ""))
+        metrics, models, others = (f"{n} {noun}{'' if n == 1 else 's'}{more}" for n, noun, more in counts)
+        return f"{metrics}, {models} and {others}"
 
 
 def journals(root: Path) -> Iterator[Path]:

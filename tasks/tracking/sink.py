@@ -19,7 +19,7 @@ from tasks.tracking.registry import Registry, moved_at
 from tasks.tracking.shipper import RunGone
 from tasks.tracking.store import Store, missing, user_name
 from tasks.tracking.traces import send_traces
-from tasks.tracking.values import MAX_VALUE, SECONDS, metric_name
+from tasks.tracking.values import MAX_VALUE, SECONDS, metric_name, tag_name
 
 __all__ = ["PARENT", "RUN_KEY", "MlflowSink"]
 
@@ -155,11 +155,11 @@ class MlflowSink:
     def _op_tags(self, run_id: str, event: dict[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        tags = [RunTag(key, value[:MAX_TAG]) for key, value in event["tags"].items()]
+        tags = [RunTag(tag_name(key), value[:MAX_TAG]) for key, value in event["tags"].items()]
         for key, model in event.get("versions", {}).items():
             version = self._version_of(model, event["time"])
             if version is not None:
-                tags.append(RunTag(key, f"models:/{model['name']}/{version}"))
+                tags.append(RunTag(tag_name(key), f"models:/{model['name']}/{version}"))
         self._log_batch(run_id, tags=tags)
 
     def _version_of(self, model: dict[str, str], time_ms: int) -> int | None:

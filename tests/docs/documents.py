@@ -64,9 +64,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(place, command line) of every `posttrain ...` in code: indented lines, and inline code with its backticks."""
+    """(place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
     found = []
-    for page in PAGES:
+    for page in (ROOT / "README.md", *PAGES):
         lines = [re.sub(r"\s{2,}#.*", "", line) for line in page.read_text(encoding="utf-8").splitlines()]
         for number, line in enumerate(lines, start=1):
             place = f"{page.relative_to(ROOT)}:{number}"

@@ -31,6 +31,7 @@ from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks import stage_registry
 from tasks.config import from_dict
 from tasks.config.yaml_loader import read_yaml
+from tasks.shipped import find_config
 
 FOLDERS = r"configs|deployments|docs|examples|flows|rl_core|tasks|tests"
 
@@ -282,6 +283,15 @@ def test_commands_parse(place, line):
         build_parser().parse_args(words)
     except SystemExit as stop:
         assert stop.code == 0, f"{place}: {line}"  # --help and --version end well
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "docs/approval.md", "docs/monitor.md"])
+def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_of_configs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line for place, line in commands() if place.startswith(f"{page}:") and not line.startswith("`")]
+    named = [getattr(build_parser().parse_args(shlex.split(line, comments=True)[1:]), "config", None) for line in lines]
+    wanted = {name for name in named if name} - {"mine.yaml"}  # a file of the reader's
+    assert lines and [name for name in wanted if not find_config(name).is_file()] == []
 
 
 def test_enough_is_shown():

@@ -1,5 +1,6 @@
 """Dockerfile and Kubernetes job: linters, and consistency with the code. Neither is run here."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ import yaml
 from helpers import ROOT
 
 from flows.cli.parser import build_parser
+from flows.operations.state import StatePaths
+from rl_core.storage.locks import FolderLock
 
 DOCKERFILE = (ROOT / "deployments/Dockerfile").read_text()
 CLAIM, JOB = yaml.safe_load_all((ROOT / "deployments/kubernetes-job.yaml").read_text())
@@ -74,14 +77,52 @@ def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
     assert pod["securityContext"]["runAsNonRoot"] and not CONTAINER["securityContext"]["allowPrivilegeEscalation"]
 
 
-def test_the_health_check_is_a_command_of_ours_in_the_folder_of_the_volume():
-    (check,) = re.findall(r"^    CMD \[.+\"(test ! -e \S+ \|\| posttrain status)\"\]$", DOCKERFILE, re.MULTILINE)
-    assert build_parser().parse_args(["status"]).output == "outputs" and "outputs/operations/state.json" in check
-    assert "VOLUME /work/outputs" in DOCKERFILE
+def program(folder, name, code):
+    """Executable of a name that prints its arguments and ends with a code."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit {code}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-def test_a_variant_that_is_none_is_refused():
-    (script,) = re.findall(r"&& (case .+?esac)", DOCKERFILE, re.DOTALL)
-    for variant, code in (("cpu", 0), ("cuda", 0), ("gpu", 2)):
-        done = subprocess.run(["sh", "-c", script], env={"VARIANT": variant, "PATH": "/bin:/usr/bin"})
-        assert done.returncode == code
+@pytest.mark.skipif(shutil.which("flock") is None, reason="util-linux is not installed")
+def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_an_earlier_one_was_killed(tmp_path):
+    """A killed container leaves state.json in the volume, and the next one, of `run`, counted as unhealthy."""
+    (check,) = re.findall(r'^    CMD (\["sh", .+\])$', DOCKERFILE, re.MULTILINE)
+    command = json.loads(check)
+    assert "VOLUME /work/outputs" in DOCKERFILE and build_parser().parse_args(["status"]).output == "outputs"
+    assert command[2].endswith("|| posttrain status")
+    environment = program(tmp_path / "bin", "posttrain", 1)
+
+    def health():
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+
+    places = StatePaths(tmp_path / "outputs")
+    assert health() == 0
+    places.folder.mkdir(parents=True)
+    places.state.write_text("{}")
+    with FolderLock(places.lock):
+        assert health() == 1
+        program(tmp_path / "bin", "posttrain", 0)
+        assert health() == 0
+        program(tmp_path / "bin", "posttrain", 1)
+    assert health() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "told"),
+    [
+        ({"VARIANT": "cpu"}, 0, ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch"]),
+        ({"VARIANT": "cuda"}, 0, ["torch"]),
+        ({"VARIANT": "cuda", "TORCH_INDEX": "https://x/cu"}, 0, ["--extra-index-url", "https://x/cu", "torch"]),
+        ({"VARIANT": "gpu"}, 2, []),
+    ],
+)
+def test_torch_s_index_stands_beside_the_usual_one_which_has_what_torch_needs(given, code, told, tmp_path):
+    (script,) = re.findall(r"&& (case .+? torch) \\$", DOCKERFILE, re.DOTALL | re.MULTILINE)
+    environment = program(tmp_path / "bin", "pip", 0)
+    done = subprocess.run(["sh", "-c", script], env={**environment, **given}, capture_output=True, text=True)
+    assert done.returncode == code
+    given_to_pip = done.stdout.split()
+    assert given_to_pip[4:] == told if told else "VARIANT must be cpu or cuda, not gpu" in done.stdout
+    assert not told or given_to_pip[:4] == ["install", "--no-cache-dir", "-c", "constraints.txt"]

@@ -106,9 +106,9 @@ def test_a_whole_pipeline_knows_it(home, prefect_api):
 
     again = run_pipeline(settings, quiet=True)
     assert all(stage.cached for stage in again.results.values())
-    assert "twin: settings and code as before" in explain(settings, "twin")
+    assert "twin: settings and code as before" in explain(settings, "twin").text()
     (home / "twin_text.py").write_text('NOTE = "a twin"\nOTHER = 1\n')
-    assert "twin_text" in explain(settings, "twin")
+    assert "twin_text" in explain(settings, "twin").text()
 
 
 def test_settings_survive_storing_and_may_be_overridden(home):

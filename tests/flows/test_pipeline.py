@@ -498,6 +498,8 @@ def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect
 
 def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_api, tmp_path, monkeypatch, capsys):
     from flows.cli.main import main
+    from flows.monitor.reader import Reader
+    from tasks.lifecycle.dead_runs import recorded_runs
     from tasks.tracking import Tracking
 
     settings = [
@@ -512,9 +514,11 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     assert "model_version" not in away.results["sft"].summary
     told = away.table(width=200)
     assert "promote: not decided: the champion is known to the tracking store alone" in told
-    assert "1 model versions" in told and "`posttrain sync` or the next run delivers them" in told
+    assert "1 model version and" in told and "`posttrain sync` or the next run delivers them" in told
+    assert [record.status for record in recorded_runs(tmp_path)] == ["postponed"]
+    assert Reader(tmp_path).run("").status == "postponed"
     assert main(["sync", "--output", str(tmp_path)]) == 1
-    assert "1 model versions and" in capsys.readouterr().out
+    assert "1 model version and" in capsys.readouterr().out
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     again = run(tmp_path, *settings)
@@ -524,5 +528,7 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     assert tracking.champion("test").version == 1 and len(tracking.versions("test")) == 1
     parents = [row for row in tracking.list_runs() if row.parent_run_id is None]
     assert [row.status for row in parents] == ["FINISHED"] and len(tracking.list_runs()) == 6
+    assert [record.status for record in recorded_runs(tmp_path)] == ["finished"]
+    assert "postponed" not in parents[0].tags and Reader(tmp_path).run("").status == "finished"
     assert main(["sync", "--output", str(tmp_path)]) == 0
     assert "has everything" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_what_is_waited_for_is_seen_and_goes():
     with Display(console=Console(file=text, force_terminal=True, width=100)) as display:
         with display.waiting("the server starts"):
             display._progress.refresh()
-            assert "the server starts" in text.getvalue()
+            assert "the server starts" in text.getvalue() and "/?" not in text.getvalue()
         assert not display._progress.tasks
     plain = io.StringIO()
     with Display(console=Console(file=plain, force_terminal=False)) as display, display.waiting("the server starts"):

@@ -12,6 +12,8 @@ from tasks.run_status import run_status
         ("FINISHED", {}, "finished"),
         ("FINISHED", {"approval": "waiting"}, "waiting"),
         ("FINISHED", {"approval": "approved", "interrupted": "long ago"}, "finished"),
+        ("FINISHED", {"postponed": "the store did not answer"}, "postponed"),
+        ("RUNNING", {"postponed": "the store did not answer"}, "running"),
         ("FAILED", {"error": "x"}, "failed"),
         ("KILLED", {}, "stopped"),
         ("KILLED", {"interrupted": "process 3 is gone"}, "killed"),

@@ -15,6 +15,8 @@ LINES = {
     "posttrain ru": ({"run", "runs"}, {"resume"}),
     "posttrain run --f": ({"--fresh"}, {"--quiet"}),
     "posttrain run de": ({"demo"}, {"run"}),
+    "posttrain stage po": ({"policy"}, {"sft", "demo"}),
+    "posttrain profile --stage ": ({"sft", "policy"}, {"demo"}),
     "posttrain runs --format ": ({"table", "csv", "json"}, {"--limit"}),
     "posttrain service ": ({"up", "key", "queue"}, {"create"}),
     "posttrain service key ": ({"create", "list", "revoke"}, {"up"}),

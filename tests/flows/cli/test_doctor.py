@@ -1,6 +1,7 @@
 """Findings of `posttrain doctor`, about the machine and about a model."""
 
 import http.server
+import json
 import sqlite3
 import threading
 from importlib import metadata
@@ -55,6 +56,25 @@ def test_a_machine_that_runs_the_tests_has_all(tmp_path, capsys):
         assert f"  {name} " in out
     assert out.endswith("all is there\n")
     assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+
+
+def test_long_findings_are_wrapped_in_a_terminal_and_whole_in_a_file(monkeypatch):
+    findings = [doctor.Finding("cpu code", "note", "many words " * 12, "advice " * 15)]
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = doctor.report(findings).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) > 6
+    monkeypatch.delenv("COLUMNS")
+    assert len(doctor.report(findings).splitlines()) == 4  # detail, advice, an empty line, the sum
+
+
+@pytest.mark.parametrize("option", ["--faults", "--repair"])
+def test_lists_of_the_doctor_for_programs(option, tmp_path, capsys):
+    assert cli.main(["doctor", option, "--json", "--output", str(tmp_path)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == ["nothing to repair: every run has ended or is alive"] if option == "--repair" else listed
+    if option == "--faults":
+        (point,) = [one for one in listed if one["name"] == "gc.store"]
+        assert point["run"] == "posttrain gc --yes" and point["meaning"] == "the store has removed its part"
 
 
 def test_output_that_is_a_file(tmp_path, capsys):
@@ -167,6 +187,10 @@ def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
     assert lines[1] == "(its weights were loaded)"
     assert "training forward   yes    known family in float32 on a CPU" in out
     assert "sequence packing   yes    sequences in one row stay apart" in out
+    assert cli.main(["doctor", "--json", "--model", str(tmp_path / "m"), "--output", str(tmp_path / "outputs")]) == 0
+    record = json.loads(capsys.readouterr().out)
+    allowed = {path["name"]: path["allowed"] for path in record["fast_paths"]}
+    assert record["class"] == "LlamaForCausalLM" and allowed["training forward"] and not record["refused"]
     assert not (tmp_path / "outputs").exists()
 
 

@@ -43,6 +43,13 @@ def test_a_name_of_the_hub_that_cannot_be_asked(tmp_path, monkeypatch):
         check_given_model("nobody/nothing-at-all", tmp_path, None)
 
 
+def test_looking_for_a_registered_model_makes_no_database(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SettingsError, match="models:/demo@champion: no model is registered yet"):
+        check_given_model("models:/demo@champion", tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_registered_model_of_another_name(tmp_path):
     with pytest.raises(SettingsError, match="must be models:/NAME@ALIAS"):
         check_given_model("models:/demo", tmp_path, None)

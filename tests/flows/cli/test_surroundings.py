@@ -1,6 +1,7 @@
 """A command in strange surroundings: streams closed or full, poor encodings, no folder, few files, wrong variables."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -94,3 +95,18 @@ def test_prefect_s_own_variables_are_refused_in_words():
 def test_python_without_asserts_is_refused(level):
     done = run("return 0", PYTHONOPTIMIZE=level)
     assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'flows.cli.parser': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from flows.cli.entry import command\n"
+        "sys.argv = ['posttrain', 'runs']\n"
+        "command()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

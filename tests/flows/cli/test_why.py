@@ -1,6 +1,7 @@
 """`posttrain why`: why a stage was run or not, and what has changed since."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,14 @@ def stopped(context):
 
 
 def test_it_tells_what_was_run_and_what_changed(tmp_path):
-    assert explain(settings_of(tmp_path), "sft").startswith(f"sft was never run in {tmp_path / 't'}")
+    assert explain(settings_of(tmp_path), "sft").text().startswith(f"sft was never run in {tmp_path / 't'}")
     first = play(tmp_path, lambda context: {}, learning_rate=1e-3)
     play(tmp_path, lambda context: {}, learning_rate=1e-3)
     with pytest.raises(Stopped):
         play(tmp_path, stopped, learning_rate=2e-3)
     play(tmp_path, lambda context: {}, RunOptions(on_drift="resume"), learning_rate=3e-3)
-    told = [line.partition("  ")[2] for line in explain(settings_of(tmp_path, learning_rate=3e-3), "sft").splitlines()]
+    found = explain(settings_of(tmp_path, learning_rate=3e-3), "sft")
+    told = [line.partition("  ")[2] for line in found.text().splitlines()]
     changed = "  stages.sft.learning_rate: "
     assert [line.partition("  ")[2] or line for line in told[:7]] == [
         "resumed from its checkpoint although this changed",
@@ -50,17 +52,35 @@ def test_it_tells_what_was_run_and_what_changed(tmp_path):
         "run for the first time",
         "",
     ]
-    now = explain(settings_of(tmp_path, learning_rate=3e-3), "sft").partition("now:\n")[2]
+    now = found.text().partition("now:\n")[2]
     assert now.splitlines()[0] == "  sft: settings and code as before"
     log = Path(now.splitlines()[-1].removeprefix("  log of the newest run: "))
     assert log.parent.suffix == "" and "sft has finished" in log.read_text()  # in the folder of the finished stage
-    other = explain(settings_of(tmp_path, learning_rate=5e-3), "sft").partition("now:\n")[2].splitlines()
+    other = explain(settings_of(tmp_path, learning_rate=5e-3), "sft").text().partition("now:\n")[2].splitlines()
     assert other[0] == "  sft: changed"
     assert other[1] in [f"    stages.sft.learning_rate: {old} -> 0.005" for old in (0.001, 0.003)]  # of one second
+
+
+def test_it_tells_programs_the_same(tmp_path):
+    play(tmp_path, lambda context: {}, learning_rate=1e-3)
+    record = json.loads(json.dumps(explain(settings_of(tmp_path, learning_rate=2e-3), "sft").record()))
+    (decision,), (now,) = record["decisions"], record["now"]
+    assert (decision["kind"], decision["changes"]) == ("first", [])
+    assert now == {
+        "stage": "sft", "has_result": True, "changes": ["stages.sft.learning_rate: 0.001 -> 0.002"], "checkpoints": [],
+    }  # fmt: skip
+    assert Path(record["log"]).is_file() and record["folder"] == str(tmp_path / "t")
+
+
+def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(SettingsError, match="t: has no stage 'sftt'; did you mean 'sft'\\?"):
+        explain(settings_of(tmp_path), "sftt")
+    with pytest.raises(SettingsError, match=r"t: has no stage 'mine', only sft; name your own under stages\.own"):
+        explain(settings_of(tmp_path), "mine")
 
 
 def test_a_stage_that_the_settings_lack_is_refused(tmp_path):
     settings = settings_of(tmp_path)
     without = dataclasses.replace(settings, stages=dataclasses.replace(settings.stages, preference=None))
-    with pytest.raises(SettingsError, match="stages: has no 'preference', only sft"):
+    with pytest.raises(SettingsError, match="t: has no stage 'preference', only sft"):
         explain(without, "preference")

@@ -106,6 +106,19 @@ def test_another_database_than_last_time_is_refused(tmp_path):
         up(tmp_path, {})
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"prefect_port": 4300, "mlflow_port": 4300}, "--prefect-port and --mlflow-port are both 4300"),
+        ({"serve": "x.yaml", "serve_port": 4200}, "--prefect-port and --serve-port are both 4200"),
+    ],
+)
+def test_two_servers_on_one_port_are_refused_before_anything_starts(given, named, tmp_path):
+    with pytest.raises(SettingsError, match=named):
+        up(tmp_path / "outputs", given)
+    assert not (tmp_path / "outputs" / "logs").exists()
+
+
 def test_an_environment_that_points_elsewhere_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://team:4200/api")
     with pytest.raises(SettingsError, match=r"PREFECT_API_URL is http://team:4200/api, but .* unset PREFECT_API_URL"):

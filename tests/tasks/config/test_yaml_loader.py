@@ -149,7 +149,8 @@ def test_small_aliases_and_merges_work(tmp_path):
 
 def test_missing_file_names_its_neighbours(tmp_path):
     write(tmp_path, "name: x\n", "demo.yaml")
-    assert message_of(tmp_path / "demos.yaml").endswith(f"no such file; {tmp_path} has demo.yaml")
+    assert message_of(tmp_path / "demos.yaml").endswith(f"no such file; did you mean '{tmp_path / 'demo.yaml'}'?")
+    assert message_of(tmp_path / "other.yaml").endswith(f"no such file; {tmp_path} has demo.yaml")
 
 
 def test_folder_is_refused(tmp_path):

@@ -29,6 +29,14 @@ def artifacts(tracking, run_id, path=None):
     return sorted(found)
 
 
+def test_a_tag_with_a_name_that_the_store_does_not_take_loses_none_of_the_others(tracking, tmp_path):
+    """As input.model.demo@champion, of an evaluated champion: retention follows these tags."""
+    with tracking.start_run("e", tmp_path / "run", tags={"pipeline": "demo", "input.model.demo@champion": "ab"}) as run:
+        run.set_tag("more@one", "x")
+    tags = tracking.store.client.get_run(run.run_id).data.tags
+    assert (tags["pipeline"], tags["input.model.demo_champion"], tags["more_one"]) == ("demo", "ab", "x")
+
+
 def test_everything_arrives(tracking, tmp_path):
     story = f"[story]({tracking.store.version_url('demo', 2)})"
     with tracking.start_run(

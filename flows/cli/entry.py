@@ -1,0 +1,19 @@
+"""Console script `posttrain`: Ctrl-C while its modules are still imported ends it without a traceback."""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+__all__ = ["command"]
+
+
+def command() -> NoReturn:
+    """Run the command; until it can answer Ctrl-C in words, the kernel answers it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # a job in the background ignores the signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from flows.cli.main import command as run_command
+
+    signal.signal(signal.SIGINT, handler)
+    run_command()
