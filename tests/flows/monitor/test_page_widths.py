@@ -85,7 +85,7 @@ def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
 
     make_run(tmp_path)
     reader = Reader(tmp_path)
-    offered = [_offers(reader, Choice(stage=stage), "")[0][3] for stage in ("sft", "policy")]
+    offered = [_offers(reader, Choice(stage=stage))[3] for stage in ("sft", "policy")]
     names = [[name for _, name in group.choices] for group in offered]
     assert names[0] == names[1] == ["curriculum", "perf", "reward", "tool", "train"]
     assert ("reward/ (0)", "reward") in offered[0].choices and ("reward/ (2)", "reward") in offered[1].choices
