@@ -178,6 +178,9 @@ def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> st
     return "\n".join(lines)
 
 
+_CHARTS = "charts"  # not a tab of the run's page, which would sort them by name
+
+
 def _links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
     """(name, address) of the report, the figures, the curves of the last training, settings, and the flow run."""
     tracking, run_id = pipeline_run.tracking, pipeline_run.parent.run_id or ""
@@ -188,10 +191,14 @@ def _links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
         wanted.append(("Success by level", analysis, "artifacts/figures/success_by_level.png"))
     trained = [result for name, result in pipeline_run.results.items() if name in training_stages() and result.run_id]
     if trained:
-        wanted.append((f"Curves of {trained[-1].stage.replace('_', ' ')}", trained[-1].run_id, "model-metrics"))
+        wanted.append((f"Curves of {trained[-1].stage.replace('_', ' ')}", trained[-1].run_id, _CHARTS))
     if "evaluate" in pipeline_run.results:
         wanted.append(("Episodes", pipeline_run.results["evaluate"].run_id, "traces"))
     wanted.append(("Settings", run_id, "artifacts/config.json"))
-    links = [(name, tracking.run_url(run, tab=tab)) for name, run, tab in wanted if run]
+    links = [
+        (name, tracking.charts_url(run) if tab == _CHARTS else tracking.run_url(run, tab=tab))
+        for name, run, tab in wanted
+        if run
+    ]
     links.append(("Prefect flow run", pipeline_run.options.flow_run.url))
     return [(name, url) for name, url in links if url]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.storage.faults import fault
@@ -267,6 +268,14 @@ class Store:
         """The table of the experiment's runs, with the columns that tell how they ended."""
         page = f"experiments/{self.experiment_id}/runs"
         return self.ui_url(f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning")
+
+    def charts_url(self, run_id: str) -> str:
+        """The charts of one run in the order of `experiment_view`; a run's own page sorts them by name."""
+        wanted = {
+            "compareRunsMode": "CHART", "viewStateShareKey": VIEW_KEY, "workflowType": "machine_learning",
+            "searchFilter": f"attributes.run_id = '{run_id}'",
+        }  # fmt: skip
+        return self.ui_url(f"experiments/{self.experiment_id}/runs?{urlencode(wanted, quote_via=quote)}")
 
     def version_url(self, name: str, version: int) -> str:
         """The page of a model version."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 
+from tasks.tracking.experiment_view import KEY, TAG
 from tasks.tracking.store import Store, default_uri, short, without_password
 from tasks.tracking.values import MAX_RESULT, MAX_VALUE, environment_freeze, flatten, metric_name, pinned, result_text
 
@@ -104,6 +106,19 @@ def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
         "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
         f"[Prefect flow run]({other})"
     )
+
+
+def test_the_link_to_a_runs_charts_shows_that_run_alone_in_the_order_of_the_view(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    store = Store(None, tmp_path, "e")
+    monkeypatch.setattr(Store, "experiment_id", "3")
+    address, _, query = store.charts_url("r").partition("?")
+    assert address.endswith("/#/experiments/3/runs")
+    named = dict(parse_qsl(query))
+    assert named["searchFilter"] == "attributes.run_id = 'r'" and named["compareRunsMode"] == "CHART"
+    assert named["viewStateShareKey"] == TAG.removeprefix("mlflow.sharedViewState.") == KEY
+    assert store.as_own_page(f"[Curves]({store.charts_url('r')})") == f"[Curves](#/experiments/3/runs?{query})"
+    assert " " not in query and "'" not in query  # Markdown ends a link there
 
 
 def test_numbers_stay_numbers():
