@@ -75,7 +75,9 @@ class _Around:
 
 
 def _with_page(document: str) -> str:
-    """Gradio's document with the page around its element."""
+    """Gradio's document with the page around its element; another document as it is."""
+    if _START not in document:
+        return document
     head, _, rest = document.partition(_HEAD)
     before, start, rest = rest.partition(_START)
     element, end, after = rest.partition(_END)
