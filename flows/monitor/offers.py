@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -36,7 +36,7 @@ class Offers:
     @property
     def fingerprint(self) -> str:
         """Changes with any entry."""
-        return hashlib.sha256(orjson.dumps(asdict(self))).hexdigest()[:16]
+        return hashlib.sha256(orjson.dumps(self)).hexdigest()[:16]
 
 
 def offers(reader: Reader, choice: Choice) -> Offers:
