@@ -76,7 +76,7 @@ def pages(output: Path, addresses: dict[str, str]) -> dict[str, Shot]:
     mlflow, monitor = addresses["mlflow"], addresses["monitor"]
     page = f"{mlflow}/#/experiments/{runs['experiment']}"
     table = f"{page}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
-    charts = f"{table}&compareRunsMode=CHART&searchFilter=attributes.run_id%20%3D%20%27{runs['policy']}%27"
+    charts = f"{page}/runs?compareRunsMode=CHART&viewStateShareKey=posttrain-policy&workflowType=machine_learning"
     report = max(output.glob("demo/stages/analyze/*/report.html"), key=os.path.getmtime)
 
     def run(name: str, tab: str = "") -> str:

@@ -230,7 +230,7 @@ def _compute(
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
             tracker.set_tag("result", result_text(str(summary["note"])))
-        if stage.name in training_stages() and (curves := pipeline_run.tracking.charts_url(tracker.run_id or "")):
+        if stage.name in training_stages() and (curves := pipeline_run.tracking.charts_url(stage.name)):
             tracker.set_description(f"{summary.get('note', '')}\n\n[Curves, success first]({curves})".strip())
         write_json_atomic(stage.folder / "summary.json", summary)
         fault("stage.summarised")

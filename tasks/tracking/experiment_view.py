@@ -14,12 +14,13 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.stage_registry import policy_stages
+from tasks.stage_registry import policy_stages, training_stages
 
-__all__ = ["KEY", "TAG", "experiment_view", "packed_view", "shows_view", "unpacked_view"]
+__all__ = ["KEY", "TAG", "experiment_view", "packed_view", "shared_views", "shows_view", "stage_key", "unpacked_view"]
 
 KEY = "posttrain"
-TAG = f"mlflow.sharedViewState.{KEY}"
+_PREFIX = "mlflow.sharedViewState."
+TAG = f"{_PREFIX}{KEY}"
 _PACKED = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
 
 _RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
@@ -37,6 +38,7 @@ _CHARTS = {
 }
 _RESULTS = "success_rate"  # of a pipeline's run
 _LEARNING = "Learning (of stages: unfold a run with +)"
+_STAGE_LEARNING = "Learning"
 _FOLDED = (
     "reward", "reward/task", "reward/learned", "eval", "policy", "value", "tool", "train", "perf", "curriculum",
     "data", "pipeline", "seconds", "Model metrics", "System metrics",
@@ -59,6 +61,26 @@ def experiment_view() -> dict[str, Any]:
         "isAccordionReordered": True,  # else the page sorts sections by name
         "hideEmptyCharts": True,
     }
+
+
+def stage_key(stage: str) -> str:
+    """`viewStateShareKey` of the view of a stage's runs."""
+    return f"{KEY}-{stage}"
+
+
+def shared_views() -> dict[str, dict[str, Any]]:
+    """Every view by the experiment's tag that keeps it."""
+    return {TAG: experiment_view()} | {
+        f"{_PREFIX}{stage_key(stage)}": _stage_view(stage) for stage in training_stages()
+    }
+
+
+def _stage_view(stage: str) -> dict[str, Any]:
+    """Runs of one stage, the newest first; charts of what it learns before those of pipelines."""
+    whole = experiment_view()
+    results, learning, *folded = whole["compareRunSections"]
+    newest = {"searchFilter": f"tags.stage = '{stage}'", "orderByKey": "attributes.start_time", "orderByAsc": False}
+    return whole | newest | {"compareRunSections": [{**learning, "name": _STAGE_LEARNING}, *folded, results]}
 
 
 def _section_id(name: str) -> str:

@@ -296,7 +296,10 @@ def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output
     client.create_experiment("by hand")
     for url, experiment_id in ((tracking.runs_url(), tracking.experiment_id), (other.runs_url(), other.experiment_id)):
         assert f"/#/experiments/{experiment_id}/runs?viewStateShareKey=posttrain&" in url
-        tag = client.get_experiment(experiment_id).tags["mlflow.sharedViewState.posttrain"]
+        tags = client.get_experiment(experiment_id).tags
+        of_stage = unpacked_view(tags["mlflow.sharedViewState.posttrain-policy"])
+        assert of_stage["searchFilter"] == "tags.stage = 'policy'"
+        tag = tags["mlflow.sharedViewState.posttrain"]
         view = unpacked_view(tag)
         assert len(tag) < 5000 and shows_view(tag, view) and shows_view(json.dumps(view), view)
         assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
