@@ -56,7 +56,7 @@ def main() -> None:
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(output) as addresses:
-        login = f"localStorage.setItem('prefect-password', btoa({password(output)!r}))"
+        login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({password(output)!r}))"
         for name, shot in pages(output, addresses).items():
             if not name.startswith(options.only):
                 continue

@@ -14,7 +14,11 @@ STYLE = """
 .gradio-container{max-width:none!important;min-height:0!important;padding:0!important;background:none!important}
 .gradio-container main{max-width:none!important;margin:0!important;padding:0!important}
 .main.fillable{padding:0!important}
-#pt-place{min-height:96px;margin:8px 0 12px}
+/* heights of Gradio's controls, which come after the charts: nothing moves when they do */
+#pt-place{min-height:94px;margin:8px 0 12px}
+@media (max-width:1175px){#pt-place{min-height:180px}}
+@media (max-width:700px){#pt-place{min-height:239px}}
+@media (max-width:400px){#pt-place{min-height:269px}}
 #pt-lists,#pt-of-curves,#pt-of-trajectories{display:none!important}
 [data-tab=curves] #pt-of-curves,[data-tab=trajectories] #pt-of-trajectories{display:flex!important}
 .pt-tabs{display:flex;flex-wrap:wrap;gap:2px 4px;border-bottom:1px solid var(--pt-line);margin-bottom:14px}
@@ -150,7 +154,7 @@ padding-top:0}
 .pt-panel tr:has(>td.text:nth-child(n+3):nth-child(-n+4):last-child)>td{border-bottom:0}
 .pt-panel table:has(tr>td.text:nth-child(n+3):nth-child(-n+4):last-child) thead{display:none}}
 @media (max-width:900px){.pt-charts,.pt-charts.even,.pt-episodes{grid-template-columns:1fr}.pt-time{margin-left:0}}
-@media (max-width:700px){.pt-page{padding:8px 10px}.pt-tabs button{padding:6px 9px}#pt-place{min-height:300px}
+@media (max-width:700px){.pt-page{padding:8px 10px}.pt-tabs button{padding:6px 9px}
 #pt-controls>.form{display:grid!important;grid-template-columns:1fr 1fr;width:100%}
 #pt-controls>.form>*{min-width:0!important;padding:6px 10px!important}
 .pt-tiles{grid-template-columns:1fr 1fr}

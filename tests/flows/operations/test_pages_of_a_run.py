@@ -12,6 +12,7 @@ from helpers.team import ROOT, Team, wait_for
 from flows.main_settings import MAIN, main_values
 from flows.runtime.prefect_access import password
 from tasks.config import load
+from tasks.tracking import Tracking
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,8 +51,18 @@ class Pages(Team):
     def artifacts(self) -> list[dict]:
         return self.api("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [self.flow_run]}}})
 
+    def experiment(self) -> str:
+        return Tracking(f"http://127.0.0.1:{self.mlflow}", self.output, "test").experiment_id
+
+    def run_of(self, stage: str) -> str:
+        """MLflow's id of a stage's run; "" = the pipeline's."""
+        rows = Tracking(f"http://127.0.0.1:{self.mlflow}", self.output, "test").list_runs(limit=50)
+        return next(row.run_id for row in rows if row.tags.get("stage", "") == stage)
+
     def in_prefect(self, path: str) -> chromium.Chromium:
-        login = f"localStorage.setItem('prefect-password', btoa({password(self.output)!r}))"
+        login = (
+            f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({password(self.output)!r}))"
+        )
         return chromium.Chromium(f"http://127.0.0.1:{self.prefect}{path}", (1400, 1000), first=login)
 
     def in_mlflow(self, path: str) -> chromium.Chromium:
@@ -66,3 +77,71 @@ def pages(tmp_path_factory):
         yield pages
     finally:
         pages.call("down")
+
+
+def test_the_form_opens_with_the_configs_values_and_the_ten_settings_first(pages):
+    with pages.in_prefect(f"/deployments/deployment/{pages.deployment}/run") as page:
+        page.wait(f"{TEXT}.includes('Sft Learning Rate')", 120)
+        titles = [name.replace("_", " ").title() for name in MAIN]
+        text = page.run(TEXT).partition("Parameters")[2]
+        places = [text.index(f"{title} (Optional)") for title in titles]
+        assert len(MAIN) == 10 and places == sorted(places) and places[-1] < text.index("\noverrides (Optional)")
+        shown = page.run("[...document.querySelectorAll('input, textarea')].map(e => e.value)")
+        numbers = [f"{value:g}" for name, value in pages.main.items() if name != "algorithm"]
+        first = shown.index(str(CONFIG)) + 1
+        assert shown[first : first + len(numbers)] == numbers
+        assert pages.main["algorithm"] in text
+
+
+def test_a_flow_run_is_named_after_its_config_and_what_was_changed(pages):
+    with pages.in_prefect(f"/runs/flow-run/{pages.flow_run}") as page:
+        page.wait(f"{TEXT}.includes('test · sft learning_rate=0.004')", 120)
+        assert page.wait("!!document.querySelector('canvas')", 60)  # the graph
+
+
+def test_a_flow_run_has_one_artifact_of_its_result_and_one_a_stage_each_with_a_description(pages):
+    found = pages.artifacts()
+    stages = load(CONFIG).stages.active
+    keys = [artifact["key"] for artifact in found]
+    assert sorted(keys) == sorted(["test-result", *(f"test-{name.replace('_', '-')}" for name in stages)])
+    assert all(artifact["description"] and artifact["type"] == "markdown" for artifact in found)
+    [result] = [artifact for artifact in found if artifact["key"] == "test-result"]
+    assert "policy" in result["description"] and "%" in result["description"]
+    with pages.in_prefect(f"/artifacts/artifact/{result['id']}") as page:
+        page.wait(f"{TEXT}.includes('success (95% interval)')", 120)
+        rows = page.run("[...document.querySelectorAll('table tbody tr')].map(e => e.innerText.split(/\\t/)[0].trim())")
+        assert [row.replace(" ", "_") for row in rows if row.replace(" ", "_") in stages] == list(stages)
+        links = page.run(
+            "[...document.querySelectorAll('main a, .p-markdown-renderer a')].map(e => e.innerText.trim())"
+        )
+        assert {"MLflow run", "Report", "Curves of policy", "Episodes", "Settings"} <= set(links)
+        assert page.wait(
+            "[...document.querySelectorAll('img')].some(e => e.src.startsWith('data:') && e.naturalWidth > 500)"
+        )
+
+
+def test_the_table_of_runs_says_what_was_changed_and_whether_it_helped(pages):
+    experiment = pages.experiment()
+    with pages.in_mlflow(
+        f"/experiments/{experiment}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
+    ) as page:
+        page.wait(f"{TEXT}.includes('result') && {TEXT}.includes('test ·')", 120)
+        heads = page.run("[...document.querySelectorAll('[role=columnheader]')].map(e => e.innerText.trim())")
+        wanted = ["result", "changed", "success_rate/base", "success_rate/sft"]
+        places = [heads.index(name) for name in wanted if name in heads]
+        assert {"result", "changed"} <= set(heads) and places == sorted(places)
+        assert page.wait(f"/sft [\\d.]+% \\[/.test({TEXT})")  # success with its interval, in the column `result`
+
+
+def test_curves_open_with_success_reward_kl_entropy_and_length(pages):
+    with pages.in_mlflow(
+        f"/experiments/{pages.experiment()}/runs/{pages.run_of('')}?workflowType=machine_learning"
+    ) as page:
+        page.wait(f"{TEXT}.includes('Curves of policy')", 120)
+        page.run("[...document.querySelectorAll('a')].find(e => e.innerText.trim() == 'Curves of policy').click()")
+        page.wait("document.querySelectorAll('.js-plotly-plot').length > 4", 120)
+        text = page.run(TEXT)
+        names = ("Success while training", "Reward", "KL of one update", "Entropy", "Completion, tokens")
+        places = [text.index(name) for name in names if name in text]
+        assert len(places) >= 4 and places == sorted(places) and "window_filled" not in text
+        assert page.run("location.hash").count("machine_learning") == 1
