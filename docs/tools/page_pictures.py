@@ -51,13 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs"))
     parser.add_argument("--pictures", type=Path, default=ROOT / "tests/benchmarks/pictures")
+    parser.add_argument("--pipeline", default="demo", help="whose newest run is shown")
     parser.add_argument("--only", default="", help="pages whose names begin so")
     options = parser.parse_args()
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(output) as addresses:
         login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({password(output)!r}))"
-        for name, shot in pages(output, addresses).items():
+        for name, shot in pages(output, options.pipeline, addresses).items():
             if not name.startswith(options.only):
                 continue
             for size, pixels in SIZES.items() if shot.all_sizes else (("", SIZES[""]),):
@@ -70,14 +71,14 @@ def main() -> None:
                         print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
 
 
-def pages(output: Path, addresses: dict[str, str]) -> dict[str, Shot]:
+def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, Shot]:
     """By name of the picture."""
-    runs = stage_runs(output)
+    runs = stage_runs(output, pipeline)
     mlflow, monitor = addresses["mlflow"], addresses["monitor"]
     page = f"{mlflow}/#/experiments/{runs['experiment']}"
     table = f"{page}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
     charts = f"{page}/runs?compareRunsMode=CHART&viewStateShareKey=posttrain-policy&workflowType=machine_learning"
-    report = max(output.glob("demo/stages/analyze/*/report.html"), key=os.path.getmtime)
+    report = max(output.glob(f"{pipeline}/stages/analyze/*/report.html"), key=os.path.getmtime)
 
     def run(name: str, tab: str = "") -> str:
         return f"{page}/runs/{runs[name]}{tab}?workflowType=machine_learning"
@@ -90,11 +91,11 @@ def pages(output: Path, addresses: dict[str, str]) -> dict[str, Shot]:
         "monitor_curves": Shot(f"{monitor}/?tab=curves", controls),
         "report": Shot(report.as_uri(), "!!document.querySelector('#verdict')", all_sizes=True),
         "report_measures": Shot(report.as_uri(), "!!document.querySelector('#verdict')", "#overview"),
-        "mlflow_runs": Shot(table, said("sft 5")),
-        "mlflow_run": Shot(run("demo"), said("Report"), all_sizes=True),
+        "mlflow_runs": Shot(table, said("%;")),
+        "mlflow_run": Shot(run(""), said("Report"), all_sizes=True),
         "mlflow_policy": Shot(charts, plotted),
         "mlflow_traces": Shot(run("evaluate", "/traces"), said("digit")),
-        "mlflow_version": Shot(f"{mlflow}/#/models/demo/versions/2", said("promoted")),
+        "mlflow_version": Shot(f"{mlflow}/#/models/{pipeline}/versions/2", said("promoted")),
         **prefect_pages(addresses["prefect"], password(output)),
     }
 
@@ -127,14 +128,14 @@ def said(text: str) -> str:
     return f"document.body.innerText.includes({text!r})"
 
 
-def stage_runs(output: Path) -> dict[str, str]:
-    """MLflow's run of the demo and of each of its stages, and the experiment."""
+def stage_runs(output: Path, pipeline: str) -> dict[str, str]:
+    """MLflow's newest run of a pipeline ("") and of each of its stages, and the experiment."""
     with closing(sqlite3.connect(f"file:{output}/mlflow/mlflow.db?mode=ro", uri=True)) as store:
         rows = store.execute(
-            "SELECT r.run_uuid, r.experiment_id, COALESCE(t.value, 'demo') FROM runs r LEFT JOIN tags t "
+            "SELECT r.run_uuid, r.experiment_id, COALESCE(t.value, '') FROM runs r LEFT JOIN tags t "
             "ON t.run_uuid = r.run_uuid AND t.key = 'stage' JOIN experiments e ON e.experiment_id = r.experiment_id "
-            "WHERE e.name = 'demo' ORDER BY r.start_time"
-        ).fetchall()
+            "WHERE e.name = ? ORDER BY r.start_time", (pipeline,)
+        ).fetchall()  # fmt: skip
     return {name: run for run, _, name in rows} | {"experiment": str(rows[0][1])}
 
 

@@ -167,8 +167,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown description of the parent run in MLflow: the result, its stages, and links to what the run left."""
-    links = " · ".join(f"[{name}]({url})" for name, url in _links(pipeline_run))  # above the fold of the page
-    lines = [f"**{headline(rows)}**", "", links, ""]
+    links = " · ".join(f"[{name}]({url})" for name, url in _links(pipeline_run))
+    lines = [links, "", f"**{headline(rows)}**", ""]  # the page folds what comes below a hundred pixels
     lines += ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
     for row in rows:
         linked = f"[{_label(row)}]({row['url']})" if row["url"] else _label(row)

@@ -276,7 +276,7 @@ class Store:
 
     def version_url(self, name: str, version: int) -> str:
         """The page of a model version."""
-        return self.ui_url(f"models/{name}/versions/{version}")
+        return self.ui_url(f"models/{name}/versions/{version}?workflowType=machine_learning")
 
 
 def refused(error: Exception) -> bool:

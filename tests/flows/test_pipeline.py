@@ -440,8 +440,9 @@ def play(*outcomes, **limits):
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
     results = {}
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(name="tries", run=run), add_result=results.__setitem__, fraction=0.0
-    )
+        settings=SimpleNamespace(name="tries", run=run), fraction=0.0, results=results, made_from={},
+        add_result=lambda name, result, inputs: results.update({name: result}),
+    )  # fmt: skip
     tries = []
 
     def stage(pipeline_run):

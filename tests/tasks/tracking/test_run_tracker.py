@@ -305,11 +305,15 @@ def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output
         assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
         assert set(view["selectedColumns"]) < set(view["columnOrder"])
         assert set(view["columnWidths"]) <= set(view["columnOrder"])
-        learning, names = view["compareRunSections"][1], [chart["displayName"] for chart in view["compareRunCharts"]]
-        assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} == {learning["uuid"]}
-        assert [name.replace(",", "").split()[0] for name in names] == [
-            "Success", "Success", "Reward", "KL", "KL", "Entropy", "Completion", "Loss:"
+        sections, charts = view["compareRunSections"], view["compareRunCharts"]
+        places = {section["uuid"]: number for number, section in enumerate(sections)}
+        order = [places[chart["metricSectionId"]] for chart in charts]
+        assert order == sorted(order) and set(order) == {1, 2, 3} and all(sections[at]["display"] for at in order)
+        assert [chart["metricKey"] for chart in charts] == [
+            "train/success_rate", "eval/success_rate", "reward/mean", "policy/update_kl", "policy/ref_kl",
+            "policy/entropy", "train/completion_tokens", "train/loss",
         ]  # fmt: skip
+        assert sections[1]["name"].startswith("Success and reward") and not sections[4]["display"]
 
 
 @pytest.mark.parametrize(
