@@ -71,7 +71,8 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
 
     def start(*arguments: Any, **named: Any) -> StageResult:
         inputs = inputs_among([arguments, named], pipeline_run.results)
-        before = [pipeline_run.results[one] for one in closest(inputs, pipeline_run.made_from)]
+        # Prefect follows whatever it finds within an object, as the digests of others; a result's key is its own.
+        before = [pipeline_run.results[one].key for one in closest(inputs, pipeline_run.made_from)]
         try:
             with gpu_slot(name):  # outside of the stage's time limit: waiting is not its fault
                 result: StageResult = task_of(arguments, named)(wait_for=before)
