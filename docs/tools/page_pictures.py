@@ -43,7 +43,8 @@ class Shot(NamedTuple):
     url: str
     ready: str  # JavaScript that is true once the page is drawn
     top: str = ""  # selector of what is scrolled to
-    all_sizes: bool = False  # also at 420 px and dark
+    all_sizes: bool = False  # at 1,400 and 420 px, light and dark; Prefect's pages are always dark
+    size: str = ""  # of SIZES, where it is taken once; its name ends so
 
 
 def main() -> None:
@@ -61,11 +62,12 @@ def main() -> None:
         for name, shot in pages(output, options.pipeline, addresses).items():
             if not name.startswith(options.only):
                 continue
-            for size, pixels in SIZES.items() if shot.all_sizes else (("", SIZES[""]),):
+            for size in SIZES if shot.all_sizes else (shot.size,):
                 for dark in (False, True) if shot.all_sizes else (False,):
-                    path = options.pictures / f"{name}{size}{'_dark' if dark else ''}.png"
+                    whole = f"{name}{size}" if shot.all_sizes else name
+                    path = options.pictures / f"{whole}{'_dark' if dark else ''}.png"
                     try:
-                        picture(shot, pixels, dark, path, login if name.startswith("prefect") else "")
+                        picture(shot, SIZES[size], dark, path, login if name.startswith("prefect") else "")
                         print(path.name, path.stat().st_size, flush=True)
                     except (TimeoutError, AssertionError) as error:
                         print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
@@ -91,10 +93,10 @@ def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, S
         "monitor_curves": Shot(f"{monitor}/?tab=curves", controls),
         "report": Shot(report.as_uri(), "!!document.querySelector('#verdict')", all_sizes=True),
         "report_measures": Shot(report.as_uri(), "!!document.querySelector('#verdict')", "#overview"),
-        "mlflow_runs": Shot(table, said("%;")),
+        "mlflow_runs": Shot(table, said("result")),
         "mlflow_run": Shot(run(""), said("Report"), all_sizes=True),
         "mlflow_policy": Shot(charts, plotted),
-        "mlflow_traces": Shot(run("evaluate", "/traces"), said("digit")),
+        "mlflow_traces": Shot(run("evaluate", "/traces"), said("success")),
         "mlflow_version": Shot(f"{mlflow}/#/models/{pipeline}/versions/2", said("promoted")),
         **prefect_pages(addresses["prefect"], password(output)),
     }
@@ -118,7 +120,8 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
         "prefect_run": Shot(
             f"{prefect}/runs/flow-run/{run['id']}", f"{said(run['name'])} && !!document.querySelector('canvas')"
         ),
-        "prefect_result": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), all_sizes=True),
+        "prefect_result": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95")),
+        "prefect_result_phone": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"),
         "prefect_form": Shot(f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")),
     }
 
