@@ -145,3 +145,35 @@ def test_curves_open_with_success_reward_kl_entropy_and_length(pages):
         places = [text.index(name) for name in names if name in text]
         assert len(places) >= 4 and places == sorted(places) and "window_filled" not in text
         assert page.run("location.hash").count("machine_learning") == 1
+
+
+def test_a_runs_page_links_what_it_left_above_the_fold_and_its_stages(pages):
+    page_of_run = f"/experiments/{pages.experiment()}/runs/{pages.run_of('')}?workflowType=machine_learning"
+    with pages.in_mlflow(page_of_run) as page:
+        page.wait(f"{TEXT}.includes('Curves of policy')", 120)
+        links = page.run(
+            "Object.fromEntries([...document.querySelectorAll('a')].map(e => [e.innerText.trim(), e.href]))"
+        )
+        for name in ("Report", "Pipeline", "Success by level", "Episodes", "Settings", "policy", "reward model"):
+            assert f"127.0.0.1:{pages.mlflow}/#/experiments/" in links[name], name
+            assert "workflowType=machine_learning" in links[name]
+        text = page.run(TEXT)
+        assert text.index("Report") < text.index("sft") < text.index("Show more")
+        count = int(text.partition("Parameters (")[2].partition(")")[0])
+        assert 0 < count < 120  # what was set, not every default
+
+
+def test_traces_have_model_level_success_and_reward_as_columns(pages):
+    traces = f"/experiments/{pages.experiment()}/runs/{pages.run_of('evaluate')}/traces?workflowType=machine_learning"
+    with pages.in_mlflow(traces) as page:
+        page.wait(f"{TEXT}.includes('success') && {TEXT}.includes('reward')", 120)
+        text = page.run(TEXT)
+        assert all(f"\n{name}\n" in text for name in ("level", "model", "success", "reward"))
+
+
+def test_a_version_says_what_it_is_from_and_what_the_gate_decided(pages):
+    with pages.in_mlflow("/models/test/versions/2?workflowType=machine_learning") as page:
+        page.wait(f"{TEXT}.includes('Gate:')", 120)
+        text = page.run(TEXT)
+        assert "policy from version 1" in text and "iterations" in text and "held-out" in text
+        assert "AI Gateway" not in text  # the menu of model training
