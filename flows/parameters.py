@@ -116,7 +116,14 @@ def told_changes(parameters: Mapping[str, Any]) -> str:
 
 
 def told_overrides(overrides: Sequence[str] | None) -> str:
-    """Overrides in a flow run's name: `learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
+    """Overrides in a flow run's name: `sft learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
     told = [item for item in overrides or () if not item.startswith(_PLACES)]
-    parts = [f"{key.rpartition('.')[2]}={value[:24]}" for key, _, value in (item.partition("=") for item in told)]
+    parts = [f"{_short_key(key)}={value[:24]}" for key, _, value in (item.partition("=") for item in told)]
     return ", ".join(parts[:_TOLD]) + (f" and {len(parts) - _TOLD} more" if len(parts) > _TOLD else "")
+
+
+def _short_key(key: str) -> str:
+    """Last part of a key, after the stage that it belongs to: several have a learning rate."""
+    parts = key.split(".")
+    stage = parts[1].replace("_", " ") if parts[0] == "stages" and len(parts) > 2 else ""
+    return " ".join(filter(None, (stage, parts[-1])))

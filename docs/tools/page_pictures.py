@@ -1,9 +1,10 @@
-"""Pictures of the pages for the documents, from a finished run of the demo, in Chromium.
+"""Pictures of the pages for the documents, from a finished run of the demo's deployment, in Chromium.
 
-    make demo && python docs/tools/page_pictures.py [--output outputs] [--pictures tests/benchmarks/pictures]
+    posttrain up --detach && prefect deployment run post-training/demo      # with Prefect's address, as `up` says it
+    posttrain down && python docs/tools/page_pictures.py [--output outputs] [--pictures tests/benchmarks/pictures]
 
-Serves the output folder with `posttrain ui` and `posttrain monitor` on ports of its own, opens each page at 1,400 and
-420 px, light and dark, and writes PNGs with 128 colours. Needs the extra `monitor`, Pillow and Chromium.
+Serves the output folder with `posttrain up` and `posttrain monitor` on ports of its own, opens each page at 1,400 px,
+some also at 420 px and dark, and writes PNGs with 128 colours. Needs the extra `monitor`, Pillow and Chromium.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -26,10 +28,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers.chromium import Chromium  # noqa: E402
 
+from flows.operations.services import ask  # noqa: E402
+from flows.runtime.prefect_access import password  # noqa: E402
+
 MLFLOW_PORT, PREFECT_PORT, MONITOR_PORT = 5180, 4380, 7980
 COLOURS = 128
 CLOSE_ASSISTANT = (1363, 36)  # the cross of the panel that MLflow opens at the first visit, at 1,400 px
 SIZES = {"": (1400, 1000), "_phone": (420, 900)}
+
+
+class Shot(NamedTuple):
+    """A picture of a page."""
+
+    url: str
+    ready: str  # JavaScript that is true once the page is drawn
+    top: str = ""  # selector of what is scrolled to
+    all_sizes: bool = False  # at 1,400 and 420 px, light and dark; Prefect's pages are always dark
+    size: str = ""  # of SIZES, where it is taken once; its name ends so
 
 
 def main() -> None:
@@ -37,60 +52,93 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs"))
     parser.add_argument("--pictures", type=Path, default=ROOT / "tests/benchmarks/pictures")
+    parser.add_argument("--pipeline", default="demo", help="whose newest run is shown")
     parser.add_argument("--only", default="", help="pages whose names begin so")
     options = parser.parse_args()
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(output) as addresses:
-        for name, (url, ready, top) in pages(output, addresses).items():
-            if name.startswith(options.only):
-                is_ours = not name.startswith("mlflow")  # whose pages are made for wide screens, light unless switched
-                for size, pixels in SIZES.items() if is_ours else (("", SIZES[""]),):
-                    for dark in (False, True) if is_ours else (False,):
-                        path = options.pictures / f"{name}{size}{'_dark' if dark else ''}.png"
-                        try:
-                            picture(url, ready, top, pixels, dark, path)
-                            print(path.name, path.stat().st_size, flush=True)
-                        except (TimeoutError, AssertionError) as error:
-                            print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
+        login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({password(output)!r}))"
+        for name, shot in pages(output, options.pipeline, addresses).items():
+            if not name.startswith(options.only):
+                continue
+            for size in SIZES if shot.all_sizes else (shot.size,):
+                for dark in (False, True) if shot.all_sizes else (False,):
+                    whole = f"{name}{size}" if shot.all_sizes else name
+                    path = options.pictures / f"{whole}{'_dark' if dark else ''}.png"
+                    try:
+                        picture(shot, SIZES[size], dark, path, login if name.startswith("prefect") else "")
+                        print(path.name, path.stat().st_size, flush=True)
+                    except (TimeoutError, AssertionError) as error:
+                        print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
 
 
-def pages(output: Path, addresses: dict[str, str]) -> dict[str, tuple[str, str, str]]:
-    """By name of the picture: address, what is true once the page is drawn, selector of what is scrolled to."""
-    runs = stage_runs(output)
-    mlflow, monitor = addresses["MLflow"], addresses["monitor"]
+def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, Shot]:
+    """By name of the picture."""
+    runs = stage_runs(output, pipeline)
+    mlflow, monitor = addresses["mlflow"], addresses["monitor"]
     page = f"{mlflow}/#/experiments/{runs['experiment']}"
     table = f"{page}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
-    report = next(output.glob("demo/stages/analyze/*/report.html"))
+    charts = f"{page}/runs?compareRunsMode=CHART&viewStateShareKey=posttrain-policy&workflowType=machine_learning"
+    report = max(output.glob(f"{pipeline}/stages/analyze/*/report.html"), key=os.path.getmtime)
 
     def run(name: str, tab: str = "") -> str:
         return f"{page}/runs/{runs[name]}{tab}?workflowType=machine_learning"
 
     drawn = "document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 6"
+    controls = f"{drawn} && !!document.querySelector('#pt-controls input')"
+    plotted = "document.querySelectorAll('.js-plotly-plot').length > 2"
     return {
-        "monitor": (f"{monitor}/", drawn, ""),
-        "monitor_curves": (f"{monitor}/?tab=curves", drawn, ""),
-        "report": (report.as_uri(), "!!document.querySelector('#verdict')", ""),
-        "report_measures": (report.as_uri(), "!!document.querySelector('#verdict')", "#overview"),
-        "mlflow_runs": (table, "document.body.innerText.includes('sft 5')", ""),
-        "mlflow_run": (run("demo"), "document.body.innerText.includes('Report')", ""),
-        "mlflow_policy": (
-            run("policy", "/model-metrics"),
-            "document.querySelectorAll('.js-plotly-plot').length > 2",
-            "",
-        ),
-        "mlflow_traces": (run("evaluate", "/traces"), "document.body.innerText.includes('digit')", ""),
-        "mlflow_version": (f"{mlflow}/#/models/demo/versions/2", "document.body.innerText.includes('promoted')", ""),
+        "monitor": Shot(f"{monitor}/", controls, all_sizes=True),
+        "monitor_curves": Shot(f"{monitor}/?tab=curves", controls),
+        "report": Shot(report.as_uri(), "!!document.querySelector('#verdict')", all_sizes=True),
+        "report_measures": Shot(report.as_uri(), "!!document.querySelector('#verdict')", "#overview"),
+        "mlflow_runs": Shot(table, said("result")),
+        "mlflow_run": Shot(run(""), said("Report"), all_sizes=True),
+        "mlflow_policy": Shot(charts, plotted),
+        "mlflow_traces": Shot(run("evaluate", "/traces"), said("success")),
+        "mlflow_version": Shot(f"{mlflow}/#/models/{pipeline}/versions/2", said("promoted")),
+        **prefect_pages(addresses["prefect"], password(output)),
     }
 
 
-def stage_runs(output: Path) -> dict[str, str]:
-    """MLflow's run of the demo and of each of its stages, and the experiment."""
+def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
+    """Pages of the newest finished flow run of the demo, of its result, and the deployment's form."""
+
+    def api(path: str, body: Any = None) -> Any:
+        return ask(f"{prefect}/api{path}", body, timeout=60, auth=auth)
+
+    finished = {
+        "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+        "flows": {"name": {"any_": ["post-training"]}},
+    }
+    run = api("/flow_runs/filter", {**finished, "sort": "START_TIME_DESC", "limit": 1})[0]
+    made = {"artifacts": {"key": {"like_": "-result"}, "flow_run_id": {"any_": [run["id"]]}}}
+    artifact = api("/artifacts/filter", made)[0]["id"]
+    deployment = api("/deployments/name/post-training/demo")["id"]
+    return {
+        "prefect_run": Shot(
+            f"{prefect}/runs/flow-run/{run['id']}", f"{said(run['name'])} && !!document.querySelector('canvas')"
+        ),
+        "prefect_result": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95")),
+        "prefect_result_phone": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"),
+        "prefect_form": Shot(f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")),
+    }
+
+
+def said(text: str) -> str:
+    """JavaScript that is true where the page has this text."""
+    return f"document.body.innerText.includes({text!r})"
+
+
+def stage_runs(output: Path, pipeline: str) -> dict[str, str]:
+    """MLflow's newest run of a pipeline ("") and of each of its stages, and the experiment."""
     with closing(sqlite3.connect(f"file:{output}/mlflow/mlflow.db?mode=ro", uri=True)) as store:
         rows = store.execute(
-            "SELECT r.run_uuid, r.experiment_id, COALESCE(t.value, 'demo') FROM runs r LEFT JOIN tags t "
-            "ON t.run_uuid = r.run_uuid AND t.key = 'stage' ORDER BY r.start_time"
-        ).fetchall()
+            "SELECT r.run_uuid, r.experiment_id, COALESCE(t.value, '') FROM runs r LEFT JOIN tags t "
+            "ON t.run_uuid = r.run_uuid AND t.key = 'stage' JOIN experiments e ON e.experiment_id = r.experiment_id "
+            "WHERE e.name = ? ORDER BY r.start_time", (pipeline,)
+        ).fetchall()  # fmt: skip
     return {name: run for run, _, name in rows} | {"experiment": str(rows[0][1])}
 
 
@@ -99,37 +147,34 @@ def served(output: Path) -> Iterator[dict[str, str]]:
     """Addresses of the pages by their names."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     posttrain = [sys.executable, "-m", "flows.cli.main"]
-    ui = ["ui", "--output", str(output), "--mlflow-port", str(MLFLOW_PORT), "--prefect-port", str(PREFECT_PORT)]
-    monitor = ["monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
-    processes, found = [], {}
+    ports = ["--mlflow-port", str(MLFLOW_PORT), "--prefect-port", str(PREFECT_PORT)]
+    up = [*posttrain, "up", "--detach", "--output", str(output), *ports]
+    monitor = [*posttrain, "monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
+    told = subprocess.run(up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    process = subprocess.Popen(monitor, env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        for command, wanted in ((ui, {"MLflow", "Prefect"}), (monitor, {"monitor"})):
-            process = subprocess.Popen([*posttrain, *command], env=environment, stdout=subprocess.PIPE, text=True)
-            processes.append(process)
-            assert process.stdout is not None
-            while not wanted <= set(found):
-                if line := re.match(r"(\w+)\s+(http\S+)", process.stdout.readline()):
-                    found[line[1]] = line[2]
-        yield found
+        assert process.stdout is not None
+        told += process.stdout.readline()
+        yield dict(re.findall(r"^(\w+)\s+(http\S+)", told, re.MULTILINE))
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        subprocess.run([*posttrain, "down", "--output", str(output)], cwd=ROOT, env=environment, check=True)
 
 
-def picture(url: str, ready: str, top: str, size: tuple[int, int], dark: bool, path: Path) -> None:
+def picture(shot: Shot, size: tuple[int, int], dark: bool, path: Path, first: str = "") -> None:
     """One picture of the upper part of a page."""
-    with Chromium("about:blank", size, dark) as page:
-        page.call("Page.navigate", url=url)
+    with Chromium("about:blank", size, dark, first=first) as page:
+        page.call("Page.navigate", url=shot.url)
         page.wait("!!document.body", 30)
-        page.wait(ready, 90)
+        page.wait(shot.ready, 90)
         if page.run("document.body.innerText.includes('MLflow Assistant')"):
             for kind in ("mousePressed", "mouseReleased"):
                 x, y = CLOSE_ASSISTANT
                 page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-        if top:
-            page.run(f"document.querySelector({top!r}).scrollIntoView()")
-        page.run("new Promise(done => setTimeout(done, 1500))")
+        if shot.top:
+            page.run(f"document.querySelector({shot.top!r}).scrollIntoView()")
+        page.run("new Promise(done => setTimeout(done, 2500))")
         page.picture(path)
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from flows.monitor.charts import Drawn
 from flows.monitor.runs import RunView, StageView
 
-__all__ = ["Choice", "Runs"]
+__all__ = ["WINDOW", "Choice", "Runs"]
+
+WINDOW = 10  # observations of the moving average, unless another number is chosen
 
 Runs = Sequence[tuple[RunView, StageView]]  # the chosen run first, then those it is compared with
 
@@ -20,7 +22,7 @@ class Choice:
     run: str = ""  # "" = the newest run
     compare: tuple[str, ...] = ()
     stage: str = ""  # "" = the stage that trains, or trained last
-    window: int = 10
+    window: int = WINDOW
     by_time: bool = False
     groups: tuple[str, ...] = ()  # metric prefixes on the tab of curves; () = train, reward, policy
     metrics: tuple[str, ...] = ()  # individually chosen metrics; they override groups

@@ -6,12 +6,14 @@ once; a metric keeps a bounded number of points; runs not viewed recently are ev
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from flows.monitor.folder_listing import FolderListing
 from flows.monitor.runs import RunJournal, RunView, StageView, answered, judge, seconds_left
 from flows.monitor.series import SeriesTable
 from flows.monitor.store import MlflowRunRow, MlflowStore
@@ -41,6 +43,7 @@ class Reader:
         self._listed = 0.0
         self._list: list[RunView] = []
         self._nested: dict[tuple[Path, str], list[RunJournal]] = {}  # (pipeline's folder, name of the run's) -> stages
+        self._folders = FolderListing()
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
@@ -55,14 +58,15 @@ class Reader:
     def _find(self) -> list[RunView]:
         found = []
         present: set[Path] = set()
-        for home in _folders(self.output):
-            stages = [path for name in _folders(home / "stages") for path in _folders(name) if _is_journal(path)]
+        for home in self._folders.subfolders(self.output):
+            kinds = self._folders.subfolders(home / "stages")
+            stages = [path for kind in kinds for path in self._folders.subfolders(kind) if _is_journal(path)]
             for path in stages:
                 _journal(self._stages, path).events.refresh()
             present |= set(stages)
             self._nest(home, stages)
             record, written = read_json(home / "run.json"), _written(home / "run.json")
-            for path in _folders(home / "runs"):
+            for path in self._folders.subfolders(home / "runs"):
                 present.add(path)
                 journal = _journal(self._parents, path)
                 journal.events.refresh()
@@ -113,7 +117,7 @@ class Reader:
             del self._nested[key]
         for path in stages:
             journal = self._stages[path]
-            self._nested.setdefault((home, Path(journal.events.parent).name), []).append(journal)
+            self._nested.setdefault((home, os.path.basename(journal.events.parent)), []).append(journal)
 
     def _members(self, parent: RunJournal) -> list[RunJournal]:
         """Journals of the stages that began in this run, matched by name, as the output folder may have been moved."""
@@ -297,14 +301,6 @@ def _stored_head(run: MlflowRunRow) -> RunView:
         result=run.tags.get("result", ""),
         source="mlflow",
     )
-
-
-def _folders(path: Path) -> list[Path]:
-    """Subfolders, without hidden ones; [] if the folder is gone."""
-    try:
-        return sorted(child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir())
-    except OSError:
-        return []
 
 
 def _written(path: Path) -> float:

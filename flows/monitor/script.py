@@ -1,12 +1,12 @@
 """JavaScript of the page: charts, tables and trajectory viewer, updated in place.
 
-Python text, so that it is part of every installation. `posttrain.show(json)` takes the result of `views.view`. Elements
-are created once and found again by id, so that updates preserve zoom, scroll position and selection.
+Python text, so that it is part of every installation. Elements are created once and found again by id, so that updates
+preserve zoom, scroll position and selection.
 """
 
-__all__ = ["SCRIPT"]
+__all__ = ["BLOCKS", "CHART", "TOOLS"]
 
-_TOOLS = r"""
+TOOLS = r"""
 const SVG = 'http://www.w3.org/2000/svg';
 const html = (tag, cls, text) => { const e = document.createElement(tag); if (cls) e.className = cls;
   if (text !== undefined) e.textContent = text; return e; };
@@ -49,7 +49,7 @@ const ticks = (lo, hi, n, whole) => {
 };
 """
 
-_CHART = r"""
+CHART = r"""
 const zoom = {}, hidden = {};   // per chart id: [x from, x to]; names of lines that are switched off
 const L = 52, R = 12, B = 34, H = 226;
 let T = 8;                      // room above the plot: more where marks have names
@@ -78,7 +78,7 @@ const makeChart = () => {
   return e;
 };
 const shown = (spec, line) => !(hidden[spec.id] || new Set()).has(line.name);
-const drawChart = (e, spec) => {
+const drawChart = (e, spec, wide) => {
   const [title, legend, plot] = e.children, root = plot.firstChild;
   if (!title.firstChild) title.append(html('b'), html('span'), html('a', 'pt-reset', 'reset zoom'));
   set(title.children[0], spec.label || spec.title); title.children[0].title = spec.hint || spec.title; title.children[0].dataset.metric = spec.title; set(title.children[1], spec.unit || '');
@@ -93,7 +93,7 @@ const drawChart = (e, spec) => {
     i.onclick = () => { const s = hidden[spec.id] = hidden[spec.id] || new Set(); s.has(l.name) ? s.delete(l.name) : s.add(l.name); drawChart(e, spec); };
   });
   T = (spec.marks || []).length ? 20 : 8;
-  const width = plot.clientWidth || 420, lines = spec.lines.filter(l => shown(spec, l) && l.x.length);
+  const width = wide || plot.clientWidth || 420, lines = spec.lines.filter(l => shown(spec, l) && l.x.length);
   let x0 = Infinity, x1 = -Infinity;
   for (const l of lines) { x0 = Math.min(x0, l.x[0]); x1 = Math.max(x1, l.x[l.x.length - 1]); }
   if (!isFinite(x0)) { x0 = 0; x1 = 1; }
@@ -162,7 +162,7 @@ const hover = (e, tip, x, from) => {
 };
 """
 
-_BLOCKS = r"""
+BLOCKS = r"""
 const cell = value => {
   const v = (value !== null && typeof value === 'object') ? value : {t: value};
   const td = html('td', v.c || '');
@@ -177,7 +177,11 @@ const kinds = {
     () => { const t = html('div', 'pt-tile'); t.append(html('span'), html('b'), html('small')); return t; },
     (t, i) => { set(t.children[0], i.label); set(t.children[1], i.value); set(t.children[2], i.sub || ''); t.title = i.title || ''; })},
   charts: {make: () => { const e = html('section'); e.append(html('h3', 'pt-h'), html('p', 'pt-note'), html('div', 'pt-charts')); return e; },
-    update: (e, block) => { heading(e, block); e.lastChild.classList.toggle('even', block.charts.length === 4); keyed(e.lastChild, block.charts, makeChart, drawChart); }},
+    update: (e, block) => { heading(e, block); e.lastChild.classList.toggle('even', block.charts.length === 4); 
+      const changed = [];  // widths are read together: reading one after drawing another lays the page out anew
+      keyed(e.lastChild, block.charts, makeChart, (chart, spec) => { if (!spec.same) changed.push([chart, spec]); });
+      const widths = changed.map(([chart]) => chart.lastChild.clientWidth);
+      changed.forEach(([chart, spec], i) => drawChart(chart, spec, widths[i])); }},
   table: {make: () => { const e = html('section'), s = html('div', 'pt-scroll'); s.append(html('table')); e.append(html('h3', 'pt-h'), html('p', 'pt-note'), s); return e; },
     update: (e, block) => {
       heading(e, block);
@@ -235,57 +239,3 @@ const episode = (e, row) => {
   e.replaceChildren(top, turns);
 };
 """
-
-_PAGE = r"""
-let last = null, clock = null;
-const duration = s => { if (s === null || s === undefined) return '\u2013'; s = Math.max(0, Math.round(s)); const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
-  return h ? `${h} h ${String(m).padStart(2, '0')} min` : m ? `${m} min ${String(s % 60).padStart(2, '0')} s` : `${s} s`; };
-const header = (e, head) => {
-  if (!e.firstChild) { for (const [tag, cls] of [['span', 'pt-badge'], ['b', 'pt-name'], ['span', 'pt-now'], ['div', 'pt-bar pt-progress'], ['span', 'pt-time'], ['div', 'pt-why']]) e.append(html(tag, cls)); e.children[3].append(html('i')); }
-  const [badge, name, now, bar, time, why] = e.children;
-  badge.className = 'pt-badge ' + head.tone; set(badge, head.status); set(name, head.name); set(now, head.now);
-  bar.style.display = head.fraction === null ? 'none' : ''; bar.firstChild.style.width = (100 * (head.fraction || 0)) + '%';
-  const tell = () => { const since = head.live ? (Date.now() - head.received) / 1000 : 0;
-    set(time, [head.elapsed === null ? '' : `${duration(head.elapsed + since)} elapsed`, head.left === null ? '' : `about ${duration(head.left - since)} left in this stage`,
-      head.live && head.age !== null ? `last record ${duration(head.age + since)} ago` : ''].filter(Boolean).join(' · ')); };
-  set(why, head.why || ''); why.style.display = head.why ? '' : 'none';
-  clearInterval(clock); tell();
-  if (head.live) clock = setInterval(tell, 1000);
-};
-// The address names the run and the tab, so that it can be kept or sent; opened again, the page opens there.
-let wanted = new URLSearchParams(location.search).get('tab');
-const address = next => {
-  if (wanted && wanted !== next.tab) {
-    // on a narrow page some tabs are in a menu, whose entries have no role
-    const tab = [...document.querySelectorAll('button[role=tab], .overflow-dropdown button')].find(b => b.textContent.trim().toLowerCase() === wanted);
-    if (tab) { wanted = null; tab.click(); }
-    return;
-  }
-  wanted = null;
-  const query = new URLSearchParams({...(next.address || {}), tab: next.tab});
-  history.replaceState(null, '', '?' + query);
-};
-const blocks = () => {
-  const panel = last && [...document.querySelectorAll('.pt-panel')].find(p => p.dataset.tab === last.tab);
-  if (!panel) return;
-  keyed(panel, last.blocks, b => { const e = kinds[b.kind].make(); e.classList.add('pt-block'); return e; }, (e, b) => kinds[b.kind].update(e, b));
-  panel.dataset.ready = last.version;
-};
-window.posttrain = {
-  zoom, duration,
-  show: text => {
-    if (!text) return;
-    const next = JSON.parse(text);
-    next.head.received = Date.now();
-    if (!next.blocks) next.blocks = last && last.tab === next.tab ? last.blocks : [];
-    last = next;
-    const e = document.querySelector('.pt-header');
-    if (e) header(e, next.head);
-    address(next);
-    blocks();
-  },
-  mount: blocks,
-};
-"""
-
-SCRIPT = "<script>(() => {" + _TOOLS + _CHART + _BLOCKS + _PAGE + "})();</script>"

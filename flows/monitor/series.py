@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -144,12 +143,24 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin(xs: np.ndarray, ys: np.ndarray, shown: int = SHOWN) -> tuple[list[float], list[float]]:
-    """Downsample to about `shown` points, keeping minimum and maximum of each bucket, and both ends."""
+    """Downsample to at most about `shown` points, keeping minimum and maximum of each bucket, and both ends.
+
+    Buckets have 2^k points each, so that a curve that grows keeps the points that it has shown.
+    """
     if len(xs) > shown:
-        edges = np.linspace(0, len(xs), max(2, shown // 2) + 1).astype(int)
-        kept = {0, len(xs) - 1}
-        for low, high in pairwise(edges):
-            kept |= {low + int(ys[low:high].argmin()), low + int(ys[low:high].argmax())}
-        order = np.array(sorted(kept))
+        size = 1 << math.ceil(math.log2(2 * len(xs) / shown))
+        whole = len(ys) - len(ys) % size
+        buckets, starts = ys[:whole].reshape(-1, size), np.arange(0, whole, size)
+        rest = [whole + int(ys[whole:].argmin()), whole + int(ys[whole:].argmax())] if whole < len(ys) else []
+        kept = [[0], starts + buckets.argmin(axis=1), starts + buckets.argmax(axis=1), rest, [len(ys) - 1]]
+        order = np.unique(np.concatenate([np.asarray(part, dtype=np.int64) for part in kept]))
         xs, ys = xs[order], ys[order]
-    return [float(f"{x:.7g}") for x in xs], [float(f"{y:.5g}") for y in ys]
+    return _rounded(xs, 7), _rounded(ys, 5)
+
+
+def _rounded(values: np.ndarray, digits: int) -> list[float]:
+    """Values with so many significant digits."""
+    sizes = np.abs(values)
+    powers = digits - 1 - np.floor(np.log10(np.where(sizes > 0, sizes, 1.0)))
+    up, down = 10.0 ** np.clip(powers, 0, 300), 10.0 ** np.clip(-powers, 0, 300)  # powers above 0 are exact
+    return (np.rint(values * up / down) / up * down).tolist()  # type: ignore[no-any-return]

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flows.monitor.answers import Answers
+from flows.monitor.document import OwnDocument
 from flows.monitor.episodes import Images
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
 from flows.monitor.reader import Reader
@@ -95,19 +97,19 @@ def make_app(reader: Reader, run: str = "") -> Any:
     from fastapi import FastAPI
 
     from flows.monitor.page import build_page
-    from flows.monitor.script import SCRIPT
-    from flows.monitor.style import STYLE
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(OnlyFromHere)
     app.add_middleware(_ContentPolicy)
+    app.add_middleware(OwnDocument)
+    _add_view(app, Answers(reader, run))
     _add_files(app, reader)
     fonts = ["system-ui", "sans-serif"]
     theme = gr.themes.Default(font=fonts, font_mono=["ui-monospace", "monospace"])
     return gr.mount_gradio_app(
         app, build_page(reader, run), path="/", server_name=HOST, footer_links=[], run_history=False, theme=theme,
-        css=STYLE, head=SCRIPT, ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False,
+        ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False,
     )  # fmt: skip
 
 
@@ -124,6 +126,17 @@ class _ContentPolicy:
             await send(message)
 
         await self.app(scope, receive, with_policy if scope["type"] == "http" else send)
+
+
+def _add_view(app: Any, answers: Answers) -> None:
+    """Add the route that the page asks for what it shows."""
+    from fastapi.responses import Response
+
+    def shown(request: Any) -> Response:
+        data = answers.answer(dict(request.query_params))
+        return Response(data, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    app.add_route("/view", shown, methods=["GET"])  # on a thread of its own, as it reads files
 
 
 def _add_files(app: Any, reader: Reader) -> None:

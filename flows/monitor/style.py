@@ -9,9 +9,25 @@ STYLE = """
 .dark{--pt-ink:#e4e8ed;--pt-faint:#9aa6b3;--pt-card:#1b1f26;--pt-line:#343b45;--pt-tint:#242a33;--pt-good:#7ed99a;
 --pt-goodbg:#173323;--pt-bad:#ffab78;--pt-badbg:#442412;--pt-info:#86c6f5;--pt-infobg:#14324a;--pt-mark:#e0b050;
 --c0:#62b3f5;--c1:#ff9d5c;--c2:#5fd3a2;--c3:#ee8fd2;--c4:#e3c455;--c5:#a9a4ff;--c6:#ff8686;--c7:#a4bccb}
-.gradio-container{max-width:none!important;padding:10px 22px!important}
-.gradio-container main{max-width:1720px!important;margin:0 auto!important;padding:0!important}
-.main.fillable{padding:0 10px!important}
+.pt-page{box-sizing:border-box;width:100%;max-width:1784px;margin:0 auto;padding:10px 32px}
+.pt-page *,.pt-page ::before{box-sizing:border-box}
+.gradio-container{max-width:none!important;min-height:0!important;padding:0!important;background:none!important}
+.gradio-container main{max-width:none!important;margin:0!important;padding:0!important}
+.main.fillable{padding:0!important}
+/* heights of Gradio's controls, which come after the charts: nothing moves when they do */
+#pt-place{min-height:94px;margin:8px 0 12px}
+@media (max-width:1175px){#pt-place{min-height:180px}}
+@media (max-width:700px){#pt-place{min-height:239px}}
+@media (max-width:400px){#pt-place{min-height:269px}}
+#pt-lists,#pt-of-curves,#pt-of-trajectories{display:none!important}
+[data-tab=curves] #pt-of-curves,[data-tab=trajectories] #pt-of-trajectories{display:flex!important}
+.pt-tabs{display:flex;flex-wrap:wrap;gap:2px 4px;border-bottom:1px solid var(--pt-line);margin-bottom:14px}
+.pt-tabs button{border:0;border-bottom:2px solid transparent;background:none;color:var(--pt-faint);padding:7px 13px;
+margin-bottom:-1px;font:inherit;font-weight:500;cursor:pointer}
+.pt-tabs button:hover{color:var(--pt-ink)}
+.pt-tabs button[aria-selected=true]{color:var(--pt-info);border-color:var(--pt-info)}
+.pt-panel[hidden]{display:none}
+.pt-lost .pt-time::before{content:"the server of this page does not answer \\b7  ";color:var(--pt-bad)}
 .gradio-container main.contain{min-width:0!important;width:100%!important;max-width:100%!important}
 .gradio-container .html-container{padding:0!important}
 footer{display:none!important}
@@ -138,7 +154,7 @@ padding-top:0}
 .pt-panel tr:has(>td.text:nth-child(n+3):nth-child(-n+4):last-child)>td{border-bottom:0}
 .pt-panel table:has(tr>td.text:nth-child(n+3):nth-child(-n+4):last-child) thead{display:none}}
 @media (max-width:900px){.pt-charts,.pt-charts.even,.pt-episodes{grid-template-columns:1fr}.pt-time{margin-left:0}}
-@media (max-width:700px){.gradio-container{padding:8px 10px!important}.main.fillable{padding:0!important}
+@media (max-width:700px){.pt-page{padding:8px 10px}.pt-tabs button{padding:6px 9px}
 #pt-controls>.form{display:grid!important;grid-template-columns:1fr 1fr;width:100%}
 #pt-controls>.form>*{min-width:0!important;padding:6px 10px!important}
 .pt-tiles{grid-template-columns:1fr 1fr}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, urlencode
+
+import orjson
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
 from flows.monitor.charts import NONE, duration, measured, metric_cell, number, overlay, percent, table
@@ -75,7 +76,7 @@ def _view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
 
 
 def _finish(head: dict[str, Any], tab: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    digest = hashlib.sha256(json.dumps([tab, blocks], sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(orjson.dumps([tab, blocks])).hexdigest()[:16]
     return {"head": head, "tab": tab, "blocks": blocks, "version": digest}
 
 

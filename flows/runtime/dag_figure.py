@@ -27,10 +27,11 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
 
     present = {row["stage"]: row for row in rows if row["stage"] in names()}
     places = _places(present)
-    width = 1.0 + max((x for x, _ in places.values()), default=0.0)
-    figure = Figure(figsize=(2.08 * max(width, 3.0), 3.6), dpi=130, layout="constrained")
+    width = max(2.0, 1.0 + max((x for x, _ in places.values()), default=0.0))
+    bottom, top = (f((y for _, y in places.values()), default=0.5) for f in (min, max))  # no empty rows
+    figure = Figure(figsize=(2.08 * width, 1.7 + 1.9 * (top - bottom)), dpi=130, layout="constrained")
     axes = figure.add_subplot()
-    axes.set(xlim=(-0.5, max(width, 3.0) - 0.5), ylim=(-0.45, 1.45))
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(bottom - 0.45, top + 0.45))
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11)
     boxes: dict[str, Any] = {}

@@ -167,8 +167,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown description of the parent run in MLflow: the result, its stages, and links to what the run left."""
-    links = " · ".join(f"[{name}]({url})" for name, url in _links(pipeline_run))  # above the fold of the page
-    lines = [f"**{headline(rows)}**", "", links, ""]
+    links = " · ".join(f"[{name}]({url})" for name, url in _links(pipeline_run))
+    lines = [links, "", f"**{headline(rows)}**", ""]  # the page folds what comes below a hundred pixels
     lines += ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
     for row in rows:
         linked = f"[{_label(row)}]({row['url']})" if row["url"] else _label(row)
@@ -180,18 +180,20 @@ def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> st
 
 def _links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
     """(name, address) of the report, the figures, the curves of the last training, settings, and the flow run."""
-    tracking, run_id = pipeline_run.tracking, pipeline_run.parent.run_id or ""
-    wanted = [("Pipeline", run_id, "artifacts/figures/pipeline.png")]
-    if "analyze" in pipeline_run.results:
-        analysis = pipeline_run.results["analyze"].run_id
-        wanted.insert(0, ("Report", analysis, "artifacts/report.html"))
-        wanted.append(("Success by level", analysis, "artifacts/figures/success_by_level.png"))
-    trained = [result for name, result in pipeline_run.results.items() if name in training_stages() and result.run_id]
-    if trained:
-        wanted.append((f"Curves of {trained[-1].stage.replace('_', ' ')}", trained[-1].run_id, "model-metrics"))
-    if "evaluate" in pipeline_run.results:
-        wanted.append(("Episodes", pipeline_run.results["evaluate"].run_id, "traces"))
-    wanted.append(("Settings", run_id, "artifacts/config.json"))
-    links = [(name, tracking.run_url(run, tab=tab)) for name, run, tab in wanted if run]
+    run_id, results = pipeline_run.parent.run_id or "", pipeline_run.results
+
+    def page(run: str, tab: str) -> str:
+        return pipeline_run.tracking.run_url(run, tab=tab)
+
+    links = [("Pipeline", page(run_id, "artifacts/figures/pipeline.png"))]
+    if "analyze" in results:
+        analysis = results["analyze"].run_id
+        links.insert(0, ("Report", page(analysis, "artifacts/report.html")))
+        links.append(("Success by level", page(analysis, "artifacts/figures/success_by_level.png")))
+    trained = [name for name in training_stages() if name in results and results[name].run_id]
+    links += [(f"Curves of {name.replace('_', ' ')}", pipeline_run.tracking.charts_url(name)) for name in trained[-1:]]
+    if "evaluate" in results:
+        links.append(("Episodes", page(results["evaluate"].run_id, "traces")))
+    links.append(("Settings", page(run_id, "artifacts/config.json")))
     links.append(("Prefect flow run", pipeline_run.options.flow_run.url))
     return [(name, url) for name, url in links if url]

@@ -33,7 +33,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     algorithm: Algorithm = setting("grpo", doc="advantage estimator and loss")
     iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
-    prompts_per_iteration: int = setting(16, ge=1, le=1_048_576, doc="P")
+    prompts_per_iteration: int = setting(16, ge=1, le=1_048_576, doc="P, prompts of an iteration")
     group_size: int = setting(8, ge=1, le=65_536, doc="G, rollouts per prompt (arXiv:2402.03300)")
     epochs: int = setting(1, ge=1, doc="passes over each iteration's rollouts")
     minibatches: int = setting(1, ge=1, le=1_048_576, doc="optimizer steps per pass")

@@ -16,6 +16,7 @@ from tasks.pipeline.plain_call import is_passing, retry_delays, timed_out
 from tasks.pipeline.prefect_artifacts import stage_artifact
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.stage_inputs import closest, inputs_among
 
 __all__ = ["is_transient", "stage_task"]
 
@@ -45,32 +46,39 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
     limit = run.timeout(name)
     label = name.replace("_", " ")
 
-    @task(
-        name=name,
-        task_run_name=label,
-        description=(stage.__doc__ or "").split("\n")[0],
-        cache_policy=NO_CACHE,
-        persist_result=False,
-        retries=run.retries,
-        retry_delay_seconds=retry_delays(run),
-        retry_condition_fn=_retry,
-        timeout_seconds=limit,
-    )
-    def call(*arguments: Any, **named: Any) -> StageResult:
-        with stage_artifact(pipeline_run, name) as finish:
-            result = stage(pipeline_run, *arguments, **named)
-            fault("task.ended")
-            finish(result)
-        fault("task.published")
-        return result
+    def task_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Task[..., StageResult]:
+        # Without parameters: Prefect draws an arrow from the source of each, through the labels of those between.
+        @task(
+            name=name,
+            task_run_name=label,
+            description=(stage.__doc__ or "").split("\n")[0],
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            retries=run.retries,
+            retry_delay_seconds=retry_delays(run),
+            retry_condition_fn=_retry,
+            timeout_seconds=limit,
+        )
+        def call() -> StageResult:
+            with stage_artifact(pipeline_run, name) as finish:
+                result = stage(pipeline_run, *arguments, **named)
+                fault("task.ended")
+                finish(result)
+            fault("task.published")
+            return result
+
+        return call
 
     def start(*arguments: Any, **named: Any) -> StageResult:
+        inputs = inputs_among([arguments, named], pipeline_run.results)
+        # Prefect follows whatever it finds within an object, as the digests of others; a result's key is its own.
+        before = [pipeline_run.results[one].key for one in closest(inputs, pipeline_run.made_from)]
         try:
             with gpu_slot(name):  # outside of the stage's time limit: waiting is not its fault
-                result: StageResult = call(*arguments, **named)
+                result: StageResult = task_of(arguments, named)(wait_for=before)
         except TaskRunTimeoutError as error:
             raise timed_out(run, name) from error
-        pipeline_run.add_result(name, result)
+        pipeline_run.add_result(name, result, inputs)
         return result
 
     return start

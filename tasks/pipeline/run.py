@@ -81,6 +81,7 @@ class PipelineRun:
         self._on_progress = on_progress
         self._fraction, self._progress = 0.0, ""
         self._results: dict[str, StageResult] = {}
+        self._made_from: dict[str, tuple[str, ...]] = {}
         self._computed: set[str] = set()  # keys
         self._approval: ApprovalRequest | None = None
         self.postponed = ""  # why the decision about the champion was left open
@@ -217,9 +218,14 @@ class PipelineRun:
         """Finished stages by name, in the order in which they finished."""
         return MappingProxyType(self._results)
 
-    def add_result(self, name: str, result: StageResult) -> None:
-        """Add a finished stage, for those that start from it."""
-        self._results[name] = result
+    @property
+    def made_from(self) -> Mapping[str, tuple[str, ...]]:
+        """Stages whose outputs each finished stage was given."""
+        return MappingProxyType(self._made_from)
+
+    def add_result(self, name: str, result: StageResult, inputs: tuple[str, ...] = ()) -> None:
+        """Add a finished stage, for those that start from it. `inputs`: stages whose outputs it was given."""
+        self._results[name], self._made_from[name] = result, inputs
 
     @property
     def approval(self) -> ApprovalRequest | None:

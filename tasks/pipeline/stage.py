@@ -55,7 +55,7 @@ from tasks.pipeline.stage_log import StageLog
 from tasks.pipeline.stage_records import log_records
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import recover_events, run_in_workers
-from tasks.stage_registry import entry
+from tasks.stage_registry import entry, training_stages
 from tasks.tracking import RunTracker, read_metrics, result_text
 
 if TYPE_CHECKING:
@@ -247,6 +247,8 @@ def _record(pipeline_run: PipelineRun, stage: KeyedStage, tracker: RunTracker, s
     tracker.log_dict(summary, "summary.json")
     if summary.get("note"):
         tracker.set_tag("result", result_text(str(summary["note"])))
+    if stage.name in training_stages() and (curves := pipeline_run.tracking.charts_url(stage.name)):
+        tracker.set_description(f"{summary.get('note', '')}\n\n[Curves, success first]({curves})".strip())
     write_json_atomic(stage.folder / "summary.json", summary)
 
 

@@ -14,29 +14,29 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.stage_registry import policy_stages
+from tasks.stage_registry import policy_stages, training_stages
 
-__all__ = ["KEY", "TAG", "experiment_view", "packed_view", "shows_view", "unpacked_view"]
+__all__ = ["KEY", "TAG", "experiment_view", "packed_view", "shared_views", "shows_view", "stage_key", "unpacked_view"]
 
 KEY = "posttrain"
-TAG = f"mlflow.sharedViewState.{KEY}"
+_PREFIX = "mlflow.sharedViewState."
+TAG = f"{_PREFIX}{KEY}"
 _PACKED = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
 
 _RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
 
-# Charts of what stages learn: the name for people, and the metrics in it.
-_CHARTS = {
-    "Success while training": ("train/success_rate",),
-    "Success on held-out episodes": ("eval/success_rate",),
-    "Reward": ("reward/mean",),
-    "KL to the starting model, nats per token": ("policy/ref_kl",),
-    "KL of one update, nats per token": ("policy/update_kl",),
-    "Entropy, nats per token": ("policy/entropy",),
-    "Completion, tokens": ("train/completion_tokens",),
-    "Loss: SFT, reward model, preferences": ("train/loss", "eval/loss"),
-}
+# Charts of what stages learn by section, in the order in which people look: a chart of one metric has the name of that,
+# so that names for people stand above.
+_LEARNING = {
+    "Success and reward": (("train/success_rate",), ("eval/success_rate",), ("reward/mean",)),
+    "KL and entropy, nats per token": (
+        ("policy/update_kl",), ("policy/ref_kl",), ("policy/entropy",),
+    ),
+    "Length in tokens, and loss": (("train/completion_tokens",), ("train/loss", "eval/loss")),
+}  # fmt: skip
+_ENDED = "attributes.end_time"  # of runs sorted by their start the page shows the parents, folded
 _RESULTS = "success_rate"  # of a pipeline's run
-_LEARNING = "Learning (of stages: unfold a run with +)"
+_UNFOLD = " (of stages: unfold a run with +)"
 _FOLDED = (
     "reward", "reward/task", "reward/learned", "eval", "policy", "value", "tool", "train", "perf", "curriculum",
     "data", "pipeline", "seconds", "Model metrics", "System metrics",
@@ -46,30 +46,56 @@ _FOLDED = (
 def experiment_view() -> dict[str, Any]:
     """The view; stages of the user's, once a config named them, have a column as well."""
     success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
-    sections = [
-        {"uuid": _section_id(name), "name": name, "display": name not in _FOLDED, "isReordered": name == _LEARNING}
-        for name in (_RESULTS, _LEARNING, *_FOLDED)
+    names = (_RESULTS, *(f"{name}{_UNFOLD}" for name in _LEARNING))
+    sections = [_section(name, is_shown=True) for name in names] + [_section(name, is_shown=False) for name in _FOLDED]
+    charts = [
+        _line_chart(list(metrics), _section_id(f"{name}{_UNFOLD}")) for name in _LEARNING for metrics in _LEARNING[name]
     ]
     return {
         "selectedColumns": [_RESULT, _CHANGED, *success, _SETTINGS],
         "columnOrder": [_NAME, "attributes.`Created`", _RESULT, _CHANGED, *success, _SETTINGS],
         "columnWidths": {_NAME: 240, _CHANGED: 260, _RESULT: 420, _SETTINGS: 640, **dict.fromkeys(success, 150)},
         "compareRunSections": sections,
-        "compareRunCharts": [_line_chart(name, list(metrics)) for name, metrics in _CHARTS.items()],
+        "compareRunCharts": charts,
         "isAccordionReordered": True,  # else the page sorts sections by name
         "hideEmptyCharts": True,
     }
+
+
+def stage_key(stage: str) -> str:
+    """`viewStateShareKey` of the view of a stage's runs."""
+    return f"{KEY}-{stage}"
+
+
+def shared_views() -> dict[str, dict[str, Any]]:
+    """Every view by the experiment's tag that keeps it."""
+    return {TAG: experiment_view()} | {
+        f"{_PREFIX}{stage_key(stage)}": _stage_view(stage) for stage in training_stages()
+    }
+
+
+def _stage_view(stage: str) -> dict[str, Any]:
+    """Runs of one stage, the newest first; charts of what it learns before those of pipelines."""
+    whole = experiment_view()
+    results, *others = whole["compareRunSections"]
+    sections = [{**one, "name": one["name"].removesuffix(_UNFOLD)} for one in others]
+    newest = {"searchFilter": f"tags.stage = '{stage}'", "orderByKey": _ENDED, "orderByAsc": False}
+    return whole | newest | {"compareRunSections": [*sections, results]}
+
+
+def _section(name: str, *, is_shown: bool) -> dict[str, Any]:
+    return {"uuid": _section_id(name), "name": name, "display": is_shown, "isReordered": is_shown and name != _RESULTS}
 
 
 def _section_id(name: str) -> str:
     return f"{KEY}-{re.sub(r'[^a-z]+', '-', name.lower())}"
 
 
-def _line_chart(name: str, metrics: list[str]) -> dict[str, Any]:
+def _line_chart(metrics: list[str], section: str) -> dict[str, Any]:
     """A card of the page that draws these metrics of each run over steps."""
     return {
-        "uuid": _section_id(name), "type": "LINE", "runsCountToCompare": 10, "metricSectionId": _section_id(_LEARNING),
-        "deleted": False, "isGenerated": False, "displayName": name, "metricKey": metrics[0],
+        "uuid": _section_id(" ".join(metrics)), "type": "LINE", "runsCountToCompare": 10, "metricSectionId": section,
+        "deleted": False, "isGenerated": False, "displayName": metrics[0], "metricKey": metrics[0],
         "selectedMetricKeys": metrics, "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "linear",
         "range": {}, "xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [],
         "ignoreOutliers": False, "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,

@@ -20,8 +20,7 @@ from rl_core.storage.faults import fault
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
 from tasks.tracking.database import ensure_database
 from tasks.tracking.experiment_view import KEY as VIEW_KEY
-from tasks.tracking.experiment_view import TAG as VIEW_TAG
-from tasks.tracking.experiment_view import experiment_view, packed_view, shows_view
+from tasks.tracking.experiment_view import packed_view, shared_views, shows_view, stage_key
 from tasks.tracking.served_pages import served_page
 
 if TYPE_CHECKING:
@@ -209,7 +208,8 @@ class Store:
                 made = self.client.create_experiment(
                     self.experiment,
                     artifact_location=location,
-                    tags={VIEW_TAG: packed_view(experiment_view()), **_EXPERIMENT, _IDENTITY: mark},
+                    tags={tag: packed_view(view) for tag, view in shared_views().items()}
+                    | {**_EXPERIMENT, _IDENTITY: mark},
                 )
                 fault("store.experiment")
                 self._identity = mark
@@ -222,9 +222,9 @@ class Store:
         if found.lifecycle_stage == "deleted":
             log.warning("experiment '%s' was deleted in %s; it is restored", self.experiment, self.label)
             self.client.restore_experiment(found.experiment_id)
-        view = experiment_view()
-        if not shows_view(found.tags.get(VIEW_TAG), view):  # made by an earlier version, or by hand
-            self.client.set_experiment_tag(found.experiment_id, VIEW_TAG, packed_view(view))
+        for tag, view in shared_views().items():
+            if not shows_view(found.tags.get(tag), view):  # made by an earlier version, or by hand
+                self.client.set_experiment_tag(found.experiment_id, tag, packed_view(view))
         self._identity = found.tags.get(_IDENTITY, "")
         if not self._identity:
             self._identity = uuid.uuid4().hex
@@ -268,9 +268,15 @@ class Store:
         page = f"experiments/{self.experiment_id}/runs"
         return self.ui_url(f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning")
 
+    def charts_url(self, stage: str) -> str:
+        """Charts of a stage's runs, the newest first, in the order of `experiment_view`."""
+        page = f"experiments/{self.experiment_id}/runs"
+        view = f"compareRunsMode=CHART&viewStateShareKey={stage_key(stage)}"
+        return self.ui_url(f"{page}?{view}&workflowType=machine_learning")
+
     def version_url(self, name: str, version: int) -> str:
         """The page of a model version."""
-        return self.ui_url(f"models/{name}/versions/{version}")
+        return self.ui_url(f"models/{name}/versions/{version}?workflowType=machine_learning")
 
 
 def refused(error: Exception) -> bool:

@@ -64,6 +64,10 @@ class Tracking:
         """
         return self._url(lambda: self.store.run_url(run_id, tab=tab)) if run_id else ""
 
+    def charts_url(self, stage: str) -> str:
+        """Charts of the runs of a stage that trains, success first; "" while the store is away."""
+        return self._url(lambda: self.store.charts_url(stage))
+
     def runs_url(self) -> str:
         """The table of this experiment's runs; "" while the store is away."""
         return self._url(self.store.runs_url)

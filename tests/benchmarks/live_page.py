@@ -173,28 +173,27 @@ def served(output: Path) -> Iterator[str]:
 
 CHARTS = "[...document.querySelectorAll('.pt-panel .pt-chart svg polyline')].length"
 DRAWN = f"{CHARTS} > 6"
-HOOK = """(() => {  // duration of each update, from the request of Gradio's client to the end of drawing
-  window.updates = []; let asked = 0;
-  const plain = window.fetch;
-  window.fetch = (...given) => { if (String(given[0].url || given[0]).includes('/run/')) asked = performance.now();
-    return plain(...given); };
-  const draw = window.posttrain.show;
-  window.posttrain.show = text => { const at = performance.now(); draw(text);
-    window.updates.push({whole: performance.now() - asked, drawing: performance.now() - at, size: (text || '').length,
-      blocks: (text || '').includes('"blocks"')}); };
+HOOK = """(() => {  // each update: from the request to the end of drawing, and to the frame in which it is seen
+  window.updates = [];
+  document.addEventListener('posttrain-update', ({detail: one}) => requestAnimationFrame(() => setTimeout(() => {
+    if (one.blocks) window.updates.push({whole: one.drawn - one.begun, answer: one.arrived - one.begun,
+      drawing: one.drawn - one.arrived, seen: performance.now() - one.begun}); })));
 })()"""
 
 
+MARK = f"""document.addEventListener('posttrain-update', () => requestAnimationFrame(() => setTimeout(() => {{
+  if ({CHARTS} > 6) window.chartsSeen ??= performance.now() / 1000; }})))"""
+
+
 def painted(address: str) -> dict[str, float]:
-    """Seconds since the navigation."""
-    with Chromium("about:blank", (1400, 1000)) as page:
+    """Seconds since the navigation: of the charts, the frame in which they are seen."""
+    with Chromium("about:blank", (1400, 1000), first=MARK) as page:
         page.call("Page.navigate", url=address)
-        since = "performance.now() / 1000"
-        header = page.wait(f"document.querySelector('.pt-header b') && {since}", 120)
-        charts = page.wait(f"{CHARTS} > 6 && {since}", 120)
+        charts = page.wait("window.chartsSeen", 120)
+        controls = page.wait("document.querySelector('#pt-controls input') && performance.now() / 1000", 120)
         first = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
         assert page.errors == [], page.errors
-        return {"first_paint": round(first, 2), "header": round(header, 2), "charts": round(charts, 2)}
+        return {"first_paint": round(first, 2), "charts": round(charts, 2), "controls": round(controls, 2)}
 
 
 def updates(address: str, count: int = 8) -> dict[str, Any]:
@@ -202,14 +201,11 @@ def updates(address: str, count: int = 8) -> dict[str, Any]:
     with Chromium(address, (1400, 1000)) as page:
         page.wait(DRAWN, 120)
         page.run(HOOK)
-        page.wait(f"window.updates.filter(u => u.blocks).length >= {count}", 120)
-        found = page.run("window.updates.filter(u => u.blocks)")
-        whole = sorted(one["whole"] for one in found)
-        drawing = sorted(one["drawing"] for one in found)
-        return {
-            "whole": [round(value) for value in whole], "drawing": [round(value) for value in drawing],
-            "kilobytes": round(found[0]["size"] / 1000),
-        }  # fmt: skip
+        page.wait(f"window.updates.length >= {count}", 120)
+        found = page.run("window.updates")
+        size = page.run("fetch('view?tab=overview').then(answer => answer.text()).then(text => text.length)")
+        parts = {name: sorted(round(one[name]) for one in found) for name in found[0]}
+        return {**parts, "kilobytes_in_full": round(size / 1000)}
 
 
 def actions(address: str, pictures: Path | None) -> dict[str, float]:

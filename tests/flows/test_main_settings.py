@@ -47,7 +47,7 @@ def test_another_config_keeps_its_own_values(monkeypatch):
 def test_a_flow_run_is_named_after_what_it_changes(monkeypatch):
     monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": "demo", "main": DECLARED})
     run = {"settings": "demo", "main": {**DECLARED, "iterations": 11}, "overrides": ["run.wait_seconds=5", "seed=3"]}
-    assert told_changes(run) == "iterations=11, seed=3"
+    assert told_changes(run) == "policy iterations=11, seed=3"
     assert told_changes({"settings": "demo", "main": DECLARED}) == ""
 
 

@@ -22,9 +22,12 @@ _FLAGS = (
 
 
 class Chromium:
-    """One page; a context manager. `errors` are messages of its console, `requests` the addresses it asked for."""
+    """One page; a context manager. `errors` are messages of its console, `requests` the addresses it asked for.
 
-    def __init__(self, url: str, size: tuple[int, int] = (1600, 1200), dark: bool = False) -> None:
+    first: JavaScript that each document runs before its own.
+    """
+
+    def __init__(self, url: str, size: tuple[int, int] = (1600, 1200), dark: bool = False, *, first: str = "") -> None:
         from websockets.sync.client import connect
 
         self.errors: list[str] = []
@@ -44,6 +47,8 @@ class Chromium:
         if dark:
             scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
             self.call("Emulation.setEmulatedMedia", features=scheme)
+        if first:
+            self.call("Page.addScriptToEvaluateOnNewDocument", source=first)
         self.call("Page.navigate", url=url)
 
     def _page(self) -> str:

@@ -19,15 +19,19 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]"),
 ]
 # Right edge of what is laid out, and the number of columns of charts. What lies in a box that scrolls by itself may be
-# wider, and so may Gradio's copy of the tabs, which nobody sees and by which it measures them.
+# wider.
 LAYOUT = """(() => {
-  const shown = [...document.querySelectorAll('.pt-header *, #pt-controls *, .pt-panel *')]
+  const shown = [...document.querySelectorAll('.pt-header *, #pt-controls *, .pt-tabs *, .pt-panel *')]
     .filter(e => e.offsetParent && !e.closest('.pt-scroll'));
   const lefts = new Set([...document.querySelectorAll('.pt-panel .pt-chart')].filter(e => e.offsetParent)
     .map(e => Math.round(e.getBoundingClientRect().left)));
   const edge = Math.max(...shown.map(e => e.getBoundingClientRect().right));
   return [edge, document.documentElement.scrollWidth, lefts.size];
 })()"""
+
+
+CONTROLS = "!!document.querySelector('#pt-controls input')"
+TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top)"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def address(tmp_path_factory):
 @pytest.mark.parametrize("width", [420, 600, 768, 900, 1024, 1400])
 def test_nothing_is_cut_off(address, width, dark):
     with chromium.Chromium(address, (width, 1000), dark) as page:
-        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        page.wait(f"document.querySelectorAll('.pt-panel .pt-chart svg').length > 1 && {CONTROLS}")
         edge, whole, columns = page.run(LAYOUT)
         assert edge <= width and whole <= width
         assert (columns == 1) == (width <= 900)
@@ -57,11 +61,26 @@ def test_nothing_is_cut_off(address, width, dark):
 
 
 @pytest.mark.timeout(600)
-def test_an_address_opens_a_tab_that_is_in_the_menu_of_a_narrow_page(address):
+def test_an_address_opens_a_tab_of_a_narrow_page(address):
     with chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page:
         page.wait("!!document.querySelector('.pt-panel[data-tab=online] .pt-block')")
         edge, whole, _ = page.run(LAYOUT)
         assert max(edge, whole) <= 390 and page.run("location.search.includes('tab=online')")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [420, 1400])
+def test_charts_wait_for_nothing_of_gradio_and_stay_where_they_are_when_its_controls_come(address, width):
+    with chromium.Chromium("about:blank", (width, 1000)) as page:
+        page.call("Network.setBlockedURLs", urls=["*/assets/*", "*/static/*", "*/gradio_api/*"])
+        page.call("Page.navigate", url=address)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
+        assert not page.run(CONTROLS)
+        alone = page.run(TOP)
+    with chromium.Chromium(address, (width, 1000)) as page:
+        page.wait(CONTROLS)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
+        assert abs(page.run(TOP) - alone) <= 3
 
 
 @pytest.mark.timeout(600)
@@ -85,7 +104,7 @@ def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
 
     make_run(tmp_path)
     reader = Reader(tmp_path)
-    offered = [_offers(reader, Choice(stage=stage), "")[0][3] for stage in ("sft", "policy")]
+    offered = [_offers(reader, Choice(stage=stage))[3] for stage in ("sft", "policy")]
     names = [[name for _, name in group.choices] for group in offered]
     assert names[0] == names[1] == ["curriculum", "perf", "reward", "tool", "train"]
     assert ("reward/ (0)", "reward") in offered[0].choices and ("reward/ (2)", "reward") in offered[1].choices

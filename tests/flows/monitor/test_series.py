@@ -68,6 +68,19 @@ def test_thinning_keeps_spikes_and_ends():
     assert thin(np.array([1.0]), np.array([2.0]), 100) == ([1.0], [2.0])
 
 
+def test_a_curve_that_grows_keeps_the_points_that_it_has_shown():
+    ys = np.sin(np.arange(5001.0) ** 1.7)
+    before, after = (set(zip(*thin(np.arange(float(n)), ys[:n], shown=100), strict=True)) for n in (5000, 5001))
+    assert len(before - after) <= 3 and 50 <= len(before) <= 102  # the last bucket and the end
+
+
+def test_points_have_few_digits_and_are_the_nearest_numbers():
+    values = [0.123456789, -98765.4321, 3e-9, 0.0, 1.23456789e15]
+    assert thin(np.array(values), np.array(values)) == (
+        [float(f"{value:.7g}") for value in values], [float(f"{value:.5g}") for value in values]
+    )  # fmt: skip
+
+
 def test_what_is_not_finite_is_counted_and_left_out():
     table = SeriesTable()
     table.add({"step": 1, "time": 2000, "metrics": {"a": 1.5, "b": "nan", "c": "inf", "d": None}})

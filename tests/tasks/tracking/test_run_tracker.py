@@ -304,17 +304,24 @@ def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output
     client.create_experiment("by hand")
     for url, experiment_id in ((tracking.runs_url(), tracking.experiment_id), (other.runs_url(), other.experiment_id)):
         assert f"/#/experiments/{experiment_id}/runs?viewStateShareKey=posttrain&" in url
-        tag = client.get_experiment(experiment_id).tags["mlflow.sharedViewState.posttrain"]
+        tags = client.get_experiment(experiment_id).tags
+        of_stage = unpacked_view(tags["mlflow.sharedViewState.posttrain-policy"])
+        assert of_stage["searchFilter"] == "tags.stage = 'policy'"
+        tag = tags["mlflow.sharedViewState.posttrain"]
         view = unpacked_view(tag)
         assert len(tag) < 5000 and shows_view(tag, view) and shows_view(json.dumps(view), view)
         assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
         assert set(view["selectedColumns"]) < set(view["columnOrder"])
         assert set(view["columnWidths"]) <= set(view["columnOrder"])
-        learning, names = view["compareRunSections"][1], [chart["displayName"] for chart in view["compareRunCharts"]]
-        assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} == {learning["uuid"]}
-        assert [name.replace(",", "").split()[0] for name in names] == [
-            "Success", "Success", "Reward", "KL", "KL", "Entropy", "Completion", "Loss:"
+        sections, charts = view["compareRunSections"], view["compareRunCharts"]
+        places = {section["uuid"]: number for number, section in enumerate(sections)}
+        order = [places[chart["metricSectionId"]] for chart in charts]
+        assert order == sorted(order) and set(order) == {1, 2, 3} and all(sections[at]["display"] for at in order)
+        assert [chart["metricKey"] for chart in charts] == [
+            "train/success_rate", "eval/success_rate", "reward/mean", "policy/update_kl", "policy/ref_kl",
+            "policy/entropy", "train/completion_tokens", "train/loss",
         ]  # fmt: skip
+        assert sections[1]["name"].startswith("Success and reward") and not sections[4]["display"]
 
 
 @pytest.mark.parametrize(

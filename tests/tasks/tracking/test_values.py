@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 
+from tasks.tracking.experiment_view import shared_views
 from tasks.tracking.store import Store, default_uri, short, without_password
 from tasks.tracking.values import MAX_RESULT, MAX_VALUE, environment_freeze, flatten, metric_name, pinned, result_text
 
@@ -104,6 +106,22 @@ def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
         "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
         f"[Prefect flow run]({other})"
     )
+
+
+def test_the_link_to_a_stages_charts_opens_the_view_of_its_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    store = Store(None, tmp_path, "e")
+    monkeypatch.setattr(Store, "experiment_id", "3")
+    address, _, query = store.charts_url("policy").partition("?")
+    named = dict(parse_qsl(query))
+    assert address.endswith("/#/experiments/3/runs") and named["compareRunsMode"] == "CHART"
+    view = shared_views()[f"mlflow.sharedViewState.{named['viewStateShareKey']}"]
+    assert view["searchFilter"] == "tags.stage = 'policy'" and view["orderByAsc"] is False
+    first = view["compareRunSections"][0]
+    assert first["name"] == "Success and reward" and view["compareRunCharts"][0]["metricSectionId"] == first["uuid"]
+    assert store.as_own_page(f"[Curves]({store.charts_url('policy')})") == f"[Curves](#/experiments/3/runs?{query})"
+    # The page ignores a view where its address names a filter or an order (MLflow 3.17).
+    assert not {"searchFilter", "orderByKey", "orderByAsc", "startTime", "lifecycleFilter"} & set(named)
 
 
 def test_numbers_stay_numbers():

@@ -1,0 +1,113 @@
+"""Answers to the page's questions, from handmade runs; the page's document around Gradio's element."""
+
+import asyncio
+import json
+
+from helpers.monitor_runs import journal, make_run
+
+from flows.monitor.answers import Answers
+from flows.monitor.choice import WINDOW
+from flows.monitor.document import OwnDocument
+from flows.monitor.offers import choice_of
+from flows.monitor.reader import Reader
+
+RUN = "demo/2027-01-15-08-00-00"
+
+
+def asked(answers, **named):
+    return json.loads(answers.answer({"tab": "overview", **named}))
+
+
+def charts(answer):
+    return {chart["id"]: chart for block in answer["blocks"] if block["kind"] == "charts" for chart in block["charts"]}
+
+
+def test_a_page_gets_the_charts_that_changed_since_the_version_it_has_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.monitor.reader.PAUSE_SECONDS", 0.0)
+    make_run(tmp_path)
+    answers = Answers(Reader(tmp_path))
+    first = asked(answers)
+    assert all(chart["lines"] for chart in charts(first).values()) and len(charts(first)) > 2
+    assert "blocks" not in asked(answers, seen=first["version"])
+    (policy,) = (tmp_path / "demo/stages/policy").glob("*.tracking")
+    with (policy / "metrics.jsonl").open("a") as file:
+        file.write('00012000, "metrics": {"reward/mean": 0.75}}\n')  # the rest of the line that was being written
+    second = asked(answers, seen=first["version"])
+    new = charts(second)
+    changed = {name for name, chart in new.items() if not chart.get("same")}
+    assert changed and all("reward/mean" in name for name in changed), changed
+    assert new.keys() == charts(first).keys() and all(new[name]["lines"][0]["y"][-1] == 0.75 for name in changed)
+    unknown = asked(Answers(Reader(tmp_path)), seen=first["version"])  # the server was started again
+    assert not any(chart.get("same") for chart in charts(unknown).values())
+
+
+def test_two_pages_with_different_choices_do_not_get_each_others_charts(tmp_path):
+    make_run(tmp_path)
+    answers = Answers(Reader(tmp_path))
+    one, other = asked(answers), asked(answers, window="1")
+    assert one["version"] != other["version"]
+    back = charts(asked(answers, seen=other["version"]))
+    for name, chart in charts(one).items():
+        assert back[name] == (chart if chart != charts(other)[name] else {"id": name, "same": True})
+    assert any("lines" in chart for chart in back.values())
+
+
+def test_what_does_not_exist_counts_as_not_named(tmp_path):
+    make_run(tmp_path)
+    reader = Reader(tmp_path)
+    named = {"first": "1", "run": "demo/none", "compare": f"none,{RUN}", "stage": "none", "metrics": "none,reward/mean",
+             "window": "1e9", "axis": "weeks", "outcome": "none", "groups": "train,,"}  # fmt: skip
+    choice = choice_of(reader, named)
+    assert (choice.run, choice.stage, choice.window, choice.by_time) == ("", "", WINDOW, False)
+    assert (choice.compare, choice.metrics, choice.groups, choice.outcome) == (
+        (RUN,), ("reward/mean",), ("train",), "all"
+    )  # fmt: skip
+    assert choice_of(reader, {"window": "999999"}).window == 100
+    assert choice_of(reader, {"first": "1"}, RUN).run == RUN
+    gone = asked(Answers(reader), run="demo/none")  # the page is open already: the run was removed
+    assert "no longer exists" in gone["blocks"][0]["lines"][0]
+    assert asked(Answers(reader), tab="none")["tab"] == "overview"
+    assert asked(Answers(Reader(tmp_path / "nothing")))["head"]["status"] == "no run"
+
+
+def test_lists_are_asked_for_again_when_they_offer_something_new(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.monitor.reader.NEW_STAGE_SECONDS", 0.0)
+    make_run(tmp_path)
+    answers = Answers(Reader(tmp_path))
+    before = asked(answers)["offers"]
+    assert asked(answers)["offers"] == before
+    journal(tmp_path / "demo/runs/2027-01-16-08-00-00", "demo · 2027-01-16 08:00:00", started=1_800_086_400)
+    assert asked(answers, run=RUN)["offers"] != before
+
+
+def answer_of(app, path="/", headers=()):
+    sent, scope = [], {"type": "http", "path": path, "headers": list(headers)}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(OwnDocument(app)(scope, None, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    return scope, {name: value for name, value in sent[0]["headers"]}, body
+
+
+def page(body, kind=b"text/html; charset=utf-8"):
+    async def app(scope, receive, send):
+        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:20], "more_body": True})
+        await send({"type": "http.response.body", "body": body[20:]})
+
+    return app
+
+
+def test_the_document_has_the_page_around_gradios_element():
+    body = "<html><head><title>é</title></head><body><gradio-app x></gradio-app><b></b></body></html>".encode()
+    scope, headers, found = answer_of(page(body), headers=[(b"accept-encoding", b"br"), (b"host", b"here")])
+    text = found.decode()
+    assert headers[b"content-length"] == str(len(found)).encode() and scope["headers"] == [(b"host", b"here")]
+    places = [text.index(part) for part in ("<style>", "é", 'class="pt-header"', "<gradio-app x></gradio-app>",
+                                            'data-tab="overview"', "window.posttrain", "<b></b>")]  # fmt: skip
+    assert places == sorted(places)
+    for other in (answer_of(page(body), "/other"), answer_of(page(body, b"application/json"))):
+        assert other[2] == body and other[1][b"content-length"] == str(len(body)).encode()

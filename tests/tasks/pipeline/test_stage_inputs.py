@@ -1,0 +1,41 @@
+"""Inputs of a stage: which results it is given, and which of them the others were not made from."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.pipeline.result import StageResult
+from tasks.pipeline.stage_inputs import closest, inputs_among
+
+WHOLE = {
+    "prepare_data": (), "sft": ("prepare_data",), "reward_model": ("prepare_data", "sft"),
+    "policy": ("prepare_data", "sft", "reward_model"),
+    "evaluate": ("prepare_data", "sft", "policy"),
+}  # fmt: skip
+
+
+def result(name):
+    return StageResult(name, f"/out/{name}/key", "d", "k", cached=False, seconds=1.0, run_id="", summary={})
+
+
+def test_results_are_found_wherever_they_are_among_the_arguments():
+    results = {name: result(name) for name in ("prepare_data", "sft", "policy")}
+    given = [(results["prepare_data"],), {"models": {"a": [results["policy"]]}, "base": None, "name": "sft"}]
+    assert inputs_among(given, results) == ("prepare_data", "policy")
+    assert inputs_among([(Path("/out/sft/key/model"), "/out/policy/key")], results) == ("sft",)
+    assert inputs_among([(result("sft"), Path("/out/sft/key2"))], results) == ()  # another run's
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ((), []),
+        (("prepare_data",), ["prepare_data"]),
+        (("prepare_data", "sft"), ["sft"]),
+        (("prepare_data", "sft", "reward_model"), ["reward_model"]),
+        (("prepare_data", "evaluate", "reward_model"), ["evaluate"]),  # through the policy, which is not given
+        (("unknown", "sft"), ["unknown", "sft"]),
+    ],
+)
+def test_what_another_input_was_made_from_is_left_out(inputs, expected):
+    assert closest(inputs, WHOLE) == expected
