@@ -20,6 +20,7 @@ __all__ = ["WaitingRoom"]
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0  # without any change of the store
 AFTER_A_FAULT_SECONDS = 1.0
+SOON_SECONDS = 10.0  # after an acceptance, in which its result is looked for though nobody waits yet
 MOST_IDS = 100_000  # requests of which it is remembered that they are open, or final and on the disk
 MOST_BYTES = 64 << 20  # of results that are held, the newest
 LARGE = 1 << 20  # bytes of a result that is read again when it is asked for
@@ -37,6 +38,7 @@ class WaitingRoom:
         self._final: OrderedDict[str, None] = OrderedDict()  # seen final, and on the disk
         self._results: OrderedDict[str, StoredRequest] = OrderedDict()
         self._bytes = 0
+        self._until = 0.0  # results are looked for though nobody waits; monotonic
         self._is_needed, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="service-results", daemon=True)
 
@@ -81,6 +83,7 @@ class WaitingRoom:
         if request.is_final or request.request_id in self._final:  # the worker may be faster
             return
         _remember(self._open, request.request_id, request.owner)
+        self._until = time.monotonic() + SOON_SECONDS
         self._is_needed.set()
 
     def owner_of_open(self, request_id: str) -> str | None:
@@ -129,13 +132,16 @@ class WaitingRoom:
         while self._bytes > MOST_BYTES or len(self._results) > MOST_IDS:
             self.forget([next(iter(self._results))])
 
+    def _is_wanted(self) -> bool:
+        return bool(self._waiting) or time.monotonic() < self._until
+
     def _watch(self) -> None:
         """In a thread: what has become final since the last look."""
         while not self._is_over.is_set():
             try:
-                if not self._waiting and not self._open:
+                if not self._is_wanted():
                     self._is_needed.clear()
-                    if not self._waiting and not self._open:
+                    if not self._is_wanted():
                         self._is_needed.wait()
                         continue
                 seen = self._store.changes()
