@@ -40,7 +40,8 @@ fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
 
 sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
-	$(BIN)/python -m pytest -s tests/flows/service/test_public_client.py tests/flows/service/test_sdk_examples.py
+	$(BIN)/python -m pytest -s tests/flows/service/test_public_client.py tests/flows/service/test_sdk_parity.py \
+		tests/flows/service/test_sdk_examples.py
 
 crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
 	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)

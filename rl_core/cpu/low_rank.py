@@ -1,23 +1,28 @@
 """Products of low-rank adapters over spans of tokens, each span with factors of its own.
 
-Where products are compiled code, those of all spans are one call: with many small ones the calls themselves would cost
-more than the work. Each product is the very one that its span would have alone.
+Where there is compiled code, those of all spans are one call: with many small ones the calls themselves would cost more
+than the work. Each product is the very one that its span would have alone. Code for tiles computes them as it does any
+product (`amx_gemm.c`), otherwise there is code for products whose one side is a rank (`low_rank.c`).
 
 N tokens, n of a span, I inputs, O outputs, R rank, all updates of a span side by side.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rl_core.cpu import gemm
+from rl_core.cpu import build, gemm
+from rl_core.cpu.allocator import Scratch
 from rl_core.cpu.gemm import Operand, Product
 from rl_core.cpu.kernels import input_grad, linear, weight_grad
 
-__all__ = ["AdapterSpan", "add_low_rank", "low_rank_grads"]
+__all__ = ["AdapterSpan", "LowRankCode", "add_low_rank", "load", "low_rank_grads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,155 @@ class AdapterSpan:
 
 
 def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> list[torch.Tensor]:
-    """Add scale x A^T B^T to the outputs of each span, in place; returns scale x A^T of each, [n, R]."""
+    """Add scale x A^T B^T to the outputs of each span, in place; returns what `low_rank_grads` takes as `saved`."""
     compiled = _compiled(out_NO, x_NI, spans)
     if compiled is None:
         return [_add_to_span(out_NO, x_NI, span) for span in spans]
+    if isinstance(compiled, LowRankCode):
+        return compiled.add(out_NO, x_NI, spans)
+    return _add_by_tiles(compiled, out_NO, x_NI, spans)
+
+
+def low_rank_grads(
+    grad_NO: torch.Tensor,
+    x_NI: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    spans: Sequence[AdapterSpan],
+    *,
+    with_x: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its B."""
+    grad_x_NI = torch.zeros_like(x_NI) if with_x else None
+    compiled = _compiled(grad_NO, x_NI, spans)
+    if isinstance(compiled, LowRankCode):
+        return grad_x_NI, compiled.grads(grad_NO, x_NI, saved, spans, grad_x_NI)
+    if compiled is not None:
+        return grad_x_NI, _grads_by_tiles(compiled, grad_NO, x_NI, saved, spans, grad_x_NI)
+    grads: list[torch.Tensor] = []
+    for span, low_nR in zip(spans, saved, strict=True):
+        grads += _grads_of_span(grad_NO, x_NI, low_nR, span, grad_x_NI)
+    return grad_x_NI, grads
+
+
+def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> LowRankCode | gemm.Gemm | None:
+    """Code for ranks, or tiles; None where there is none, or these operands do not suit it."""
+    factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
+    for operand in (out_NO, x_NI, *factors):
+        if operand.device.type != "cpu" or operand.dtype != torch.float32 or operand.stride(1) != 1:
+            return None
+    products = gemm.load()
+    if products is not None and products is gemm.load_tiles():
+        return products
+    return load() if all(factor.is_contiguous() for factor in factors) else None
+
+
+# -- code for ranks ------------------------------------------------------------------------------------------------
+
+_FIELDS = 16  # of an `Update` in low_rank.c, 8 bytes each
+_SCALE = 14
+
+
+class LowRankCode:
+    """The compiled functions of `low_rank.c`; all tensors are float32 on the CPU, rows of factors without gaps."""
+
+    def __init__(self, code: ctypes.CDLL) -> None:
+        """`code`: the compiled library."""
+        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        self._forward, self._backward, self._room = code.low_rank_forward, code.low_rank_backward, code.low_rank_room
+        self._forward.argtypes = (place, count, place, count, count, place, count, number)
+        self._backward.argtypes = (
+            place, count, place, count, place, count, count, place, count, place, count, number,
+        )  # fmt: skip
+        self._forward.restype = self._backward.restype = None
+        self._room.argtypes, self._room.restype = (count,), count
+        self._scratch = Scratch()
+
+    def add(self, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> list[torch.Tensor]:
+        """`add_low_rank`; returns scale x A^T of all spans, and all B^T."""
+        low = x_NI.new_empty(sum((span.stop - span.start) * sum(span.ranks) for span in spans))
+        ups_across = x_NI.new_empty(sum(up_OR.numel() for span in spans for up_OR in span.ups))
+        table = _table(spans, low, ups_across)
+        self._forward(
+            table.ctypes.data, len(table), x_NI.data_ptr(), x_NI.stride(0), x_NI.shape[1], out_NO.data_ptr(),
+            out_NO.stride(0), torch.get_num_threads(),
+        )  # fmt: skip
+        return [low, ups_across]
+
+    def grads(
+        self,
+        grad_NO: torch.Tensor,
+        x_NI: torch.Tensor,
+        saved: Sequence[torch.Tensor],
+        spans: Sequence[AdapterSpan],
+        grad_x_NI: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """`low_rank_grads`, with the gradient of x added to `grad_x_NI`."""
+        low, ups_across = saved
+        grad_low = torch.empty_like(low)
+        beside = low.new_empty(sum(down.numel() for span in spans for down in span.downs))
+        factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
+        whole = low.new_empty(sum(factor.numel() for factor in factors))
+        parts = whole.split([factor.numel() for factor in factors])
+        table = _table(spans, low, ups_across, (grad_low, whole, beside))
+        threads, size = torch.get_num_threads(), self._room(max(max(span.ranks) for span in spans))
+        self._backward(
+            table.ctypes.data, len(table), grad_NO.data_ptr(), grad_NO.stride(0), x_NI.data_ptr(), x_NI.stride(0),
+            x_NI.shape[1], None if grad_x_NI is None else grad_x_NI.data_ptr(),
+            0 if grad_x_NI is None else grad_x_NI.stride(0), self._scratch.place(4 * threads * size), size, threads,
+        )  # fmt: skip
+        return [part.view(factor.shape) for part, factor in zip(parts, factors, strict=True)]
+
+
+def _table(
+    spans: Sequence[AdapterSpan], low: torch.Tensor, ups_across: torch.Tensor,
+    backward: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> np.ndarray:  # fmt: skip
+    """An `Update` of low_rank.c for every update; places within the flat tensors in the order of the spans.
+
+    backward: gradient of `low`; those of each span's A, then of its B; room for A of each span side by side.
+    """
+    rows, scales = [], []
+    at_low, at_up = low.data_ptr(), ups_across.data_ptr()
+    at_grad_low, at_down, at_beside = (0, 0, 0) if backward is None else (part.data_ptr() for part in backward)
+    to_grad_low = at_grad_low - at_low
+    for span in spans:
+        ranks = span.ranks
+        count, stride, low_place = span.stop - span.start, sum(ranks), at_low
+        at_grad_up = at_down + 4 * sum(down.numel() for down in span.downs)
+        for index, ((begin, end), rank, down, up) in enumerate(
+            zip(span.columns, ranks, span.downs, span.ups, strict=True)
+        ):
+            beside = down.data_ptr() if len(ranks) == 1 else at_beside
+            rows.append((
+                span.start, count, begin, end - begin, rank, stride, down.data_ptr(), up.data_ptr(), at_up, beside,
+                low_place, low_place + to_grad_low, at_down, at_grad_up, 0, index == 0,
+            ))  # fmt: skip
+            scales.append(span.scale)
+            low_place += 4 * rank
+            at_up += 4 * up.numel()
+            at_down += 4 * down.numel()
+            at_beside += 4 * down.numel()
+            at_grad_up += 4 * up.numel()
+        at_down = at_grad_up
+        at_low += 4 * count * stride
+    table = np.array(rows, dtype=np.int64).reshape(-1, _FIELDS)
+    table.view(np.float64)[:, _SCALE] = scales
+    return table
+
+
+@functools.cache
+def load() -> LowRankCode | None:
+    """The functions, or None where nothing is compiled or vectors have fewer than 8 numbers."""
+    code = build.load()
+    return LowRankCode(code) if code is not None and code.vectors_ready() else None
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------
+
+
+def _add_by_tiles(
+    compiled: gemm.Gemm, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]
+) -> list[torch.Tensor]:
     lows = [x_NI.new_empty(span.stop - span.start, sum(span.ranks)) for span in spans]
     compiled.products(
         [
@@ -67,30 +217,15 @@ def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[Adapt
     return lows
 
 
-def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
-    x_nI, out_nO = x_NI[span.start : span.stop], out_NO[span.start : span.stop]
-    low_nR = linear(x_nI.to(span.downs[0].dtype), span.downs).mul_(span.scale)
-    for (begin, end), part_nR, up_OR in zip(span.columns, low_nR.split(span.ranks, dim=1), span.ups, strict=True):
-        out_nO[:, begin:end] += linear(part_nR, [up_OR]).to(out_NO.dtype)
-    return low_nR
-
-
-def low_rank_grads(
+def _grads_by_tiles(
+    compiled: gemm.Gemm,
     grad_NO: torch.Tensor,
     x_NI: torch.Tensor,
     lows: Sequence[torch.Tensor],
     spans: Sequence[AdapterSpan],
-    *,
-    with_x: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its B."""
-    grad_x_NI = torch.zeros_like(x_NI) if with_x else None
-    compiled = _compiled(grad_NO, x_NI, spans)
+    grad_x_NI: torch.Tensor | None,
+) -> list[torch.Tensor]:
     grads: list[torch.Tensor] = []
-    if compiled is None:
-        for span, low_nR in zip(spans, lows, strict=True):
-            grads += _grads_of_span(grad_NO, x_NI, low_nR, span, grad_x_NI)
-        return grad_x_NI, grads
     first, last, grad_lows = [], [], []
     for span, low in zip(spans, lows, strict=True):
         grad_low, count = torch.empty_like(low), len(low)
@@ -113,7 +248,27 @@ def low_rank_grads(
     for span, grad_low in zip(spans, grad_lows, strict=True):
         grad_low.mul_(span.scale)
     compiled.products(last)
-    return grad_x_NI, grads
+    return grads
+
+
+def _places(span: AdapterSpan) -> list[tuple[int, int]]:
+    """First column and rank of each update among the R."""
+    places, at = [], 0
+    for rank in span.ranks:
+        places.append((at, rank))
+        at += rank
+    return places
+
+
+# -- torch, span by span -------------------------------------------------------------------------------------------
+
+
+def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
+    x_nI, out_nO = x_NI[span.start : span.stop], out_NO[span.start : span.stop]
+    low_nR = linear(x_nI.to(span.downs[0].dtype), span.downs).mul_(span.scale)
+    for (begin, end), part_nR, up_OR in zip(span.columns, low_nR.split(span.ranks, dim=1), span.ups, strict=True):
+        out_nO[:, begin:end] += linear(part_nR, [up_OR]).to(out_NO.dtype)
+    return low_nR
 
 
 def _grads_of_span(
@@ -130,21 +285,3 @@ def _grads_of_span(
         grad_x_NI[span.start : span.stop] = input_grad(grad_low_nR, span.downs)
     x_nI = x_NI[span.start : span.stop].to(low_nR.dtype)
     return [*weight_grad(grad_low_nR, x_nI).split(span.ranks), *grad_ups]
-
-
-def _places(span: AdapterSpan) -> list[tuple[int, int]]:
-    """First column and rank of each update among the R."""
-    places, at = [], 0
-    for rank in span.ranks:
-        places.append((at, rank))
-        at += rank
-    return places
-
-
-def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> gemm.Gemm | None:
-    """The compiled products, where all of these operands suit them."""
-    factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
-    for operand in (out_NO, x_NI, *factors):
-        if operand.device.type != "cpu" or operand.dtype != torch.float32 or operand.stride(1) != 1:
-            return None
-    return gemm.load()

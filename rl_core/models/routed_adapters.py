@@ -141,21 +141,22 @@ class _AddLowRank(torch.autograd.Function):
         ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[AdapterSpan], *factors: torch.Tensor
     ) -> torch.Tensor:
         ctx.mark_dirty(out_NO)
-        lows = add_low_rank(out_NO, x_NI, spans)
-        ctx.save_for_backward(x_NI, *lows, *factors)
+        saved = add_low_rank(out_NO, x_NI, spans)
+        ctx.save_for_backward(x_NI, *saved, *factors)
+        ctx.count = len(saved)
         ctx.spans = [replace(span, downs=(), ups=()) for span in spans]
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
-        x_NI, *saved = ctx.saved_tensors
-        lows, factors, spans = saved[: len(ctx.spans)], saved[len(ctx.spans) :], []
+        x_NI, *tensors = ctx.saved_tensors
+        saved, factors, spans = tensors[: ctx.count], tensors[ctx.count :], []
         for span in ctx.spans:
             count = len(span.columns)
             spans.append(replace(span, downs=factors[:count], ups=factors[count : 2 * count]))
             factors = factors[2 * count :]
-        grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, lows, spans, with_x=ctx.needs_input_grad[1])
+        grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, saved, spans, with_x=ctx.needs_input_grad[1])
         return grad_NO, grad_x_NI, None, *grads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from helpers.service_clients import loss
 
@@ -29,7 +30,7 @@ __all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "served"
 
 ROOT = Path(__file__).parents[2]
 RANKS = (4, 8, 16, 32)
-SIZES = {"small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
+SIZES = {"tiny": (1, 16), "small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
 
 
 def data(seed: int, size: str) -> tuple[Datum, ...]:
@@ -70,58 +71,98 @@ def served(folder: Path, base: Path, threads: int, batch_runs: str) -> Iterator[
             process.wait(60)
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Status and body of a response."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The decoded body."""
+        return json.loads(self.body)
+
+
+class Connections:
+    """HTTP/1.1 connections to one address that stay open: as little work as can be, so that the clients of a
+    measurement are not what is measured."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self._host, _, port = address.removeprefix("http://").partition(":")
+        self._port = int(port)
+        self._head = f"Host: {self._host}:{port}\r\nX-API-Key: {key}\r\n"
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, path: str, body: bytes, content_type: str) -> Reply:
+        """One exchange."""
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        found = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(found.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        reply = Reply(int(found[9:12]), await reader.readexactly(length) if length else b"")
+        self._idle.append((reader, writer))
+        return reply
+
+    async def close(self) -> None:
+        """End all connections."""
+        for _, writer in self._idle:
+            writer.close()
+
+
 class Client:
     """A client of the service; every exchange takes `latency` seconds more."""
 
     def __init__(self, address: str, key: str, latency: float = 0.0) -> None:
-        limits = httpx.Limits(max_connections=4)
-        self._http = httpx.AsyncClient(
-            base_url=f"{address}/api/v1/", headers={"X-API-Key": key}, timeout=60, limits=limits
-        )
+        self._http = Connections(address, key)
         self.latency = latency
         self.model_id, self._seq, self.session = "", 0, ""
 
-    async def send(self, path: str, **body: Any) -> httpx.Response:
-        """An exchange; asked again while there is no result."""
+    async def send(self, path: str, content: dict[str, Any] | bytes) -> Reply:
+        """An exchange, in JSON or protobuf; asked again while there is no result."""
+        body, kind = content, "application/x-protobuf"
+        if isinstance(body, dict):
+            body, kind = json.dumps(body).encode(), "application/json"
         while True:
-            await asyncio.sleep(self.latency / 2)
-            found = await self._http.post(path, **body)
-            await asyncio.sleep(self.latency / 2)
-            if found.status_code != 408:
-                assert found.status_code == 200, found.text
+            if self.latency:
+                await asyncio.sleep(self.latency / 2)
+            found = await self._http.post(path, body, kind)
+            if self.latency:
+                await asyncio.sleep(self.latency / 2)
+            if found.status != 408:
+                assert found.status == 200, found
                 return found
 
     async def open(self, rank: int) -> None:
         """A session and a run."""
-        self.session = (await self.send("create_session", json={})).json()["session_id"]
+        self.session = (await self.send("create_session", {})).json()["session_id"]
         lora = {"rank": rank, "seed": rank}
         body = {"session_id": self.session, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
-        made = (await self.send("create_model", json=body)).json()
+        made = (await self.send("create_model", body)).json()
         self.model_id = made["model_id"]
         await self.result(made)
 
-    async def result(self, promise: dict[str, Any]) -> httpx.Response:
+    async def result(self, promise: dict[str, Any]) -> Reply:
         """The result of a request."""
-        return await self.send("retrieve_future", json={"request_id": promise["request_id"]})
+        return await self.send("retrieve_future", {"request_id": promise["request_id"]})
 
     async def pass_(self, given: Sequence[Datum]) -> dict[str, Any]:
         """A promise of a forward and backward pass."""
         self._seq += 1
         payload = loss(self.model_id, self._seq, given).payload
-        headers = {"content-type": "application/x-protobuf"}
-        promise: dict[str, Any] = (await self.send("forward_backward", content=payload, headers=headers)).json()
+        promise: dict[str, Any] = (await self.send("forward_backward", payload)).json()
         return promise
 
     async def update(self) -> dict[str, Any]:
         """A promise of an update."""
         self._seq += 1
         body = {"model_id": self.model_id, "seq_id": self._seq, "adam_params": {"learning_rate": 1e-4}}
-        promise: dict[str, Any] = (await self.send("optim_step", json=body)).json()
+        promise: dict[str, Any] = (await self.send("optim_step", body)).json()
         return promise
 
     async def train(self, steps: int, size: str, ahead: int) -> None:
         """Updates. ahead: 0 = every result before the next request; k = up to k updates in flight behind the newest."""
-        flying: list[asyncio.Task[httpx.Response]] = []
+        flying: list[asyncio.Task[Reply]] = []
         for step in range(steps):
             one = asyncio.create_task(self.result(await self.pass_(data(step, size))))
             if not ahead:
@@ -134,7 +175,7 @@ class Client:
 
     async def close(self) -> None:
         """End the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
 
 class PeerClient(Client):
@@ -142,9 +183,9 @@ class PeerClient(Client):
 
     async def open(self, rank: int) -> None:
         """As `Client.open`; the server chooses the run's name."""
-        self.session = (await self.send("create_session", json={"tags": [], "sdk_version": "0"})).json()["session_id"]
+        self.session = (await self.send("create_session", {"tags": [], "sdk_version": "0"})).json()["session_id"]
         body = {"session_id": self.session, "base_model": "base", "lora_config": {"rank": rank, "seed": rank}}
-        made = (await self.send("create_model", json=body)).json()
+        made = (await self.send("create_model", body)).json()
         self.model_id = made["model_id"]
         await self.result(made)
 
@@ -158,7 +199,7 @@ class PeerClient(Client):
             for datum in given
         ]
         body = {"model_id": self.model_id, "forward_backward_input": {"data": rows, "loss_fn": "cross_entropy"}}
-        promise: dict[str, Any] = (await self.send("forward_backward", json=body)).json()
+        promise: dict[str, Any] = (await self.send("forward_backward", body)).json()
         return promise
 
 

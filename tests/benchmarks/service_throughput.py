@@ -40,27 +40,30 @@ LATENCIES = (0, 20, 50, 100)  # ms
 CLIENTS, PAUSE = 64, 0.5
 
 
+Mark = tuple[float, tuple[float, ...]]
+
+
 class Times:
     """Seconds by the clock and of processors, one after the other and at once, in turn."""
 
     def __init__(self, others: Sequence[int] = ()) -> None:
-        """others: processes whose processor time counts beside this one's."""
+        """others: processes (server, worker) whose processor time counts beside this one's."""
         self._processes = [psutil.Process(), *map(psutil.Process, others)]
-        self._found: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        self._found: list[tuple[Mark, Mark]] = []
 
-    def mark(self) -> tuple[float, float]:
-        """Seconds until now."""
+    def mark(self) -> Mark:
+        """Seconds until now, by the clock and of each process."""
         used = [process.cpu_times() for process in self._processes]
-        return time.perf_counter(), sum(one.user + one.system for one in used)
+        return time.perf_counter(), tuple(one.user + one.system for one in used)
 
-    def add(self, begun: tuple[float, float], middle: tuple[float, float]) -> None:
+    def add(self, begun: Mark, middle: Mark) -> None:
         """A measurement that ends now: one after the other until `middle`, then at once."""
-        end = self.mark()
-        self._found.append(((middle[0] - begun[0], end[0] - middle[0]), (middle[1] - begun[1], end[1] - middle[1])))
+        self._found.append((_between(begun, middle), _between(middle, self.mark())))
 
     def row(self, updates: int) -> dict[str, Any]:
-        """Updates a second and ratios."""
-        clock, processors = ([found[kind] for found in self._found] for kind in (0, 1))
+        """Updates a second, ratios, and milliseconds of each process an update."""
+        clock = [(alone[0], joint[0]) for alone, joint in self._found]
+        processors = [(sum(alone[1]), sum(joint[1])) for alone, joint in self._found]
         found: dict[str, Any] = {}
         for name, pairs in (("clock", clock), ("processors", processors)):
             found[name] = {
@@ -69,7 +72,17 @@ class Times:
                 "ratio": round(median(pair[0] / pair[1] for pair in pairs), 2),
                 "ratios": [round(pair[0] / pair[1], 2) for pair in pairs],
             }
+        names = ("this", "server", "worker")[: len(self._processes)]
+        for name, kind in (("alone_ms", 0), ("at_once_ms", 1)):
+            found[name] = {
+                process: round(1000 * median(pair[kind][1][index] for pair in self._found) / updates, 2)
+                for index, process in enumerate(names)
+            }
         return found | {"load": round(os.getloadavg()[0], 1)}
+
+
+def _between(begun: Mark, ended: Mark) -> Mark:
+    return ended[0] - begun[0], tuple(b - a for a, b in zip(begun[1], ended[1], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
@@ -152,14 +165,16 @@ async def pipelining_rows(address: str, key: str, steps: int, repeats: int) -> A
                 }  # fmt: skip
 
 
-async def futures_row(address: str, key: str, seconds: float) -> dict[str, Any]:
+async def futures_row(address: str, key: str, others: Sequence[int], seconds: float) -> dict[str, Any]:
     """Overhead of samples of one token, asked for by many clients of one sampler."""
     async with clients(address, key, 1) as (first,):
         body = {"session_id": first.session, "sampling_session_seq_id": 0, "base_model": "base"}
-        sampler = (await first.send("create_sampling_session", json=body)).json()["sampling_session_id"]
+        sampler = (await first.send("create_sampling_session", body)).json()["sampling_session_id"]
         askers = [Client(address, key) for _ in range(CLIENTS)]
         whole: list[float] = []
+        promised: list[float] = []
         ids: list[tuple[str, float]] = []
+        times = Times(others)
 
         async def ask(number: int, client: Client) -> None:
             await asyncio.sleep(PAUSE * number / CLIENTS)
@@ -170,18 +185,28 @@ async def futures_row(address: str, key: str, seconds: float) -> dict[str, Any]:
                     "sampling_params": {"max_tokens": 1},
                 }  # fmt: skip
                 begun = time.perf_counter()
-                promise = (await client.send("asample", json=body)).json()
+                promise = (await client.send("asample", body)).json()
+                accepted = time.perf_counter() - begun
                 await client.result(promise)
                 took = time.perf_counter() - begun
                 if turn:  # the first opens connections
+                    promised.append(accepted)
                     whole.append(took)
                     ids.append((promise["request_id"], took))
                 await asyncio.sleep(max(0.0, PAUSE - took))
 
+        begun = times.mark()
         await asyncio.gather(*(ask(number, client) for number, client in enumerate(askers)))
+        _, used = _between(begun, times.mark())
         for client in askers:
             await client.close()
-    return {"part": "futures", "clients": CLIENTS, "every_seconds": PAUSE, "whole": whole, "ids": ids}
+    spent = {
+        name: round(1000 * one / len(whole), 2) for name, one in zip(("this", "server", "worker"), used, strict=True)
+    }
+    return {
+        "part": "futures", "clients": CLIENTS, "every_seconds": PAUSE, "processor_ms": spent, "whole": whole,
+        "promised": promised, "ids": ids,
+    }  # fmt: skip
 
 
 def overheads(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -194,8 +219,8 @@ def overheads(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         served_ms.append(found.finished - found.started)
         over.append(took - served_ms[-1])
     store.close()
-    whole = row.pop("whole")
-    for name, values in (("whole", whole), ("computing", served_ms), ("overhead", over)):
+    whole, promised = row.pop("whole"), row.pop("promised")
+    for name, values in (("whole", whole), ("promised", promised), ("computing", served_ms), ("overhead", over)):
         ordered = sorted(values)
         row |= {f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2) for share in (50, 99)}
     return row | {"futures": len(whole), "load": os.getloadavg()[0]}
@@ -242,7 +267,7 @@ def main() -> None:
             async for row in pipelining_rows(address, key, arguments.steps, arguments.repeats):
                 note(row)
         if "futures" in parts:
-            note(overheads(place, await futures_row(address, key, arguments.seconds)))
+            note(overheads(place, await futures_row(address, key, processes, arguments.seconds)))
 
     async def of_peer(address: str) -> None:
         processes = [int(one) for one in arguments.processes.split(",") if one]

@@ -44,6 +44,20 @@ class FewLetters(Letters):
         return range(5) if split == "train" else range(5, 8)
 
 
+class ParityEpisode(LetterEpisode):
+    """Right if the first token's number is even: 't12' is."""
+
+    def act(self, text):
+        digits = "".join(letter for letter in text.split(" ")[0] if letter.isdigit())
+        success = bool(digits) and int(digits) % 2 == 0
+        return Step(reward=float(success), terminated=True, success=success)
+
+
+class Parity(Letters):
+    def episode(self, seed, level):
+        return ParityEpisode(seed, level)
+
+
 def make_trainer(
     tokenizer,
     environment=None,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rl_core.cpu import attention_kernel, gemm, norm_and_gate
+from rl_core.cpu import attention_kernel, gemm, low_rank, norm_and_gate
 from rl_core.storage import faults
 
 
@@ -25,6 +25,7 @@ def way(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(norm_and_gate, "load", lambda: None)
         monkeypatch.setattr(attention_kernel, "load", lambda: None)
+        monkeypatch.setattr(low_rank, "load", lambda: None)
     elif norm_and_gate.load() is None:
         pytest.skip("needs a C compiler")
     return request.param

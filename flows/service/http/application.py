@@ -33,6 +33,8 @@ __all__ = ["make_service_app"]
 
 log = logging.getLogger(__name__)
 TIDY_SECONDS = 30.0
+COPY_SECONDS = 2.0  # between two copies of SQLite's log into its file
+LOG_BYTES = 32 << 20  # of that log, after which it begins anew
 
 # Parts of the public interface that this service has not, by name.
 _ABSENT = {
@@ -57,12 +59,13 @@ def make_service_app(settings: ServiceSettings, store: ServiceStore) -> OnlyFrom
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        server.room.open()
-        tidying = asyncio.create_task(_tidy(server))
+        server.open()
+        tasks = [asyncio.create_task(_tidy(server)), asyncio.create_task(_copy_log(server))]
         try:
             yield
         finally:
-            tidying.cancel()
+            for task in tasks:
+                task.cancel()
             server.close()
 
     app = FastAPI(
@@ -95,9 +98,19 @@ async def _tidy(server: Server) -> None:
         old = time.monotonic() - server.settings.server.fetched_seconds
         chosen = [name for name, when in server.fetched.items() if when < old]
         try:
-            await server.ask(server.store.forget, chosen)
+            await server.forget(chosen)
         except PosttrainError as error:
             log.warning("results that were fetched are still kept: %s", error)
             continue
         for name in chosen:
             server.fetched.pop(name, None)
+
+
+async def _copy_log(server: Server) -> None:
+    """Keep SQLite's log short, so that no transaction has to."""
+    while True:
+        await asyncio.sleep(COPY_SECONDS)
+        try:
+            await server.ask(server.store.copy_log, LOG_BYTES)
+        except PosttrainError as error:
+            log.warning("the store's log is not copied: %s", error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from flows.service.http.disk_wait import Acceptance, DiskWait
 from flows.service.http.refusals import Refused
 from flows.service.http.signed_files import Signer
 from flows.service.http.waiting_room import WaitingRoom
@@ -25,9 +26,8 @@ __all__ = ["Server", "called", "server_of", "session_of"]
 T = TypeVar("T")
 KEY_SECONDS = 2.0  # for which a key is believed without another look: a revoked one works as long
 MAX_KNOWN = 100_000  # entries of a cache before it is emptied
-# Many short calls of SQLite in many threads wait for the interpreter's lock, 5 ms each time. Acceptances wait for the
-# disk instead, and those that wait together are one transaction.
-READING_THREADS, ACCEPTING_THREADS = 3, 48
+# Many short calls of SQLite in many threads wait for the interpreter's lock, 5 ms each time.
+THREADS = 3
 
 
 def session_of(target: str) -> str:
@@ -47,11 +47,12 @@ class Server:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self.settings, self.store = settings, store
         self.folder = Path(settings.folder)
-        self.room = WaitingRoom(store)
+        self._disk = DiskWait(store)
+        self._acceptance = Acceptance(store, self._disk)
+        self.room = WaitingRoom(store, self._disk)
         self.signer = Signer(self.folder)
         self.fetched: dict[str, float] = {}  # request -> when its result was sent, monotonic
-        self._threads = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="service-store")
-        self._accepting = ThreadPoolExecutor(ACCEPTING_THREADS, thread_name_prefix="service-accept")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service-store")
         self._keys: dict[str, _CachedKey] = {}
         self._owners: dict[str, str] = {}  # of sessions
 
@@ -61,12 +62,30 @@ class Server:
 
     async def accept(self, new: NewRequest) -> StoredRequest:
         """Store a request, together with those that come at the same time. Raises: ServiceError and its kinds."""
-        return await asyncio.get_running_loop().run_in_executor(self._accepting, self.store.accept, new)
+        found = await self._acceptance.accept(new)
+        self.room.accepted(found)
+        return found
+
+    async def synced(self) -> None:
+        """Until everything that was read in the store before is on the disk. Raises: BackendError."""
+        await self._disk.wait()
+
+    async def forget(self, request_ids: Sequence[str], owner: str | None = None) -> None:
+        """Forget results (of one owner). Raises: BackendError."""
+        await self.ask(self.store.forget, request_ids, owner)
+        self.room.forget(request_ids)
+
+    def open(self) -> None:
+        """Begin, in the running event loop."""
+        self._disk.open()
+        self._acceptance.open()
+        self.room.open()
 
     def close(self) -> None:
         """End threads and wake those who wait."""
         self.room.close()
-        self._accepting.shutdown(wait=False, cancel_futures=True)
+        self._acceptance.close()
+        self._disk.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def caller(self, request: Request) -> ApiKey:

@@ -25,24 +25,40 @@ _TYPES = {"json": "application/json", "protobuf": "application/x-protobuf"}
 
 
 async def own_result(server: Server, caller: ApiKey, request_id: str) -> StoredRequest:
-    """A request with its result, if it has one. Raises: Refused (404, 403)."""
-    found = await server.ask(server.store.result, request_id)
-    if found is None:
-        raise Refused(410, f"request '{request_id[:100]}' is unknown; its result was fetched or has expired")
-    if found.owner != caller.key_id:
-        raise Refused(403, f"request '{request_id[:100]}' belongs to another API key")
+    """A request with its result, if it has one, which is on the disk then. Raises: Refused (410, 403); BackendError."""
+    found = server.room.result(request_id)
+    if found is None or _has_expired(server, found):
+        found = await server.ask(server.store.result, request_id)
+        if found is None:
+            raise Refused(410, f"request '{request_id[:100]}' is unknown; its result was fetched or has expired")
+        if found.is_final and not server.room.is_told(request_id):
+            await server.synced()
+    _check_owner(caller, found.owner, request_id)
     return found
+
+
+def _has_expired(server: Server, found: StoredRequest) -> bool:
+    return (found.finished or 0.0) + server.settings.worker.result_seconds <= server.store.now()
+
+
+def _check_owner(caller: ApiKey, owner: str, request_id: str) -> None:
+    if owner != caller.key_id:
+        raise Refused(403, f"request '{request_id[:100]}' belongs to another API key")
 
 
 async def _retrieve(request: Request) -> Response:
     """Held until the result is there; 408 = ask again."""
     server, caller, body, _ = await called_with(request, RetrieveFuture)
-    with server.room.expecting(body.request_id) as event:
-        found = await own_result(server, caller, body.request_id)
-        waits = not found.is_final and not server.room.is_over
+    room, request_id, found = server.room, body.request_id, None
+    with room.expecting(request_id) as event:
+        if (owner := room.owner_of_open(request_id)) is not None:
+            _check_owner(caller, owner, request_id)
+        else:
+            found = await own_result(server, caller, request_id)
+        waits = (found is None or not found.is_final) and not room.is_over
         if waits and await within(event, server.settings.server.poll_seconds):
-            found = await own_result(server, caller, body.request_id)
-    return _result(server, found, body)
+            found = await own_result(server, caller, request_id)
+    return JSONResponse(_TRY_AGAIN, 408) if found is None else _result(server, found, body)
 
 
 async def within(event: asyncio.Event, seconds: float) -> bool:
@@ -73,7 +89,7 @@ async def _retrieve_many(request: Request) -> Response:
     target = body.target
     await server.own_target(caller, target.sampling_session_id)
     if body.retrieved_request_ids:
-        await server.ask(server.store.forget, body.retrieved_request_ids, caller.key_id)
+        await server.forget(body.retrieved_request_ids, caller.key_id)
     seconds = server.settings.server.poll_seconds
     end = time.monotonic() + (seconds if body.timeout is None else min(seconds, body.timeout))
     with server.room.expecting(target.sampling_session_id) as event:
@@ -90,6 +106,8 @@ async def _finished(server: Server, target: FuturesTarget, cursor: int) -> tuple
     found, cursor = await server.ask(
         server.store.finished_of, target.sampling_session_id, first, first + CLONE_SEQS - 1, cursor
     )
+    if cursor > server.room.told:
+        await server.synced()
     completions = []
     for request_id, state, size in found:
         if state == "done":

@@ -1,4 +1,4 @@
-"""Results that clients wait for: one thread looks at the store for all of them."""
+"""Results that clients wait for: one thread looks at the store for all of them, and brings the results with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
-from flows.service.store import ServiceStore
+from flows.service.http.disk_wait import DiskWait
+from flows.service.store import ServiceStore, StoredRequest
 from rl_core.errors import BackendError
 
 __all__ = ["WaitingRoom"]
@@ -18,29 +20,37 @@ __all__ = ["WaitingRoom"]
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0  # without any change of the store
 AFTER_A_FAULT_SECONDS = 1.0
+SOON_SECONDS = 10.0  # after an acceptance, in which its result is looked for though nobody waits yet
+MOST_IDS = 100_000  # requests of which it is remembered that they are open, or final and on the disk
+MOST_BYTES = 64 << 20  # of results that are held, the newest
+LARGE = 1 << 20  # bytes of a result that is read again when it is asked for
 
 
 class WaitingRoom:
-    """Wakes those who wait for a request, or for any request of a target."""
+    """Wakes those who wait for a request, or for any request of a target. All but the thread is of the event loop."""
 
-    def __init__(self, store: ServiceStore) -> None:
-        self._store = store
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, store: ServiceStore, disk: DiskWait) -> None:
+        self._store, self._disk = store, disk
         self._cursor = 0
+        self.told = 0  # place in the order of finishing up to which everything is on the disk
         self._waiting: dict[str, set[asyncio.Event]] = defaultdict(set)  # by request and by target
-        self._somebody_waits, self._is_over = threading.Event(), threading.Event()
+        self._open: OrderedDict[str, str] = OrderedDict()  # accepted here and not seen final since -> owner
+        self._final: OrderedDict[str, None] = OrderedDict()  # seen final, and on the disk
+        self._results: OrderedDict[str, StoredRequest] = OrderedDict()
+        self._bytes = 0
+        self._until = 0.0  # results are looked for though nobody waits; monotonic
+        self._is_needed, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="service-results", daemon=True)
 
     def open(self) -> None:
         """Begin, in the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._cursor = self._store.finish_cursor()  # before anybody looks, so that nothing is missed
+        self._cursor = self.told = self._store.finish_cursor()  # before anybody looks, so that nothing is missed
         self._thread.start()
 
     def close(self) -> None:
         """Wake everybody, and end."""
         self._is_over.set()
-        self._somebody_waits.set()
+        self._is_needed.set()
         for events in list(self._waiting.values()):
             for event in events:
                 event.set()
@@ -55,7 +65,7 @@ class WaitingRoom:
         """An event that is set when the request, or one of the target, becomes final from now on."""
         event = asyncio.Event()
         self._waiting[name].add(event)
-        self._somebody_waits.set()
+        self._is_needed.set()
         try:
             yield event
         finally:
@@ -66,29 +76,88 @@ class WaitingRoom:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def _wake(self, names: list[str]) -> None:
-        for name in names:
+    # -- what is known without a look at the store ---------------------------------------------------------------------
+
+    def accepted(self, request: StoredRequest) -> None:
+        """A request was accepted here: its result will be asked for."""
+        if request.is_final or request.request_id in self._final:  # the worker may be faster
+            return
+        _remember(self._open, request.request_id, request.owner)
+        self._until = time.monotonic() + SOON_SECONDS
+        self._is_needed.set()
+
+    def owner_of_open(self, request_id: str) -> str | None:
+        """The owner of a request that has no result yet; None = the store has to be asked."""
+        return self._open.get(request_id)
+
+    def result(self, request_id: str) -> StoredRequest | None:
+        """A request that is final and on the disk, if it is held here."""
+        return self._results.get(request_id)
+
+    def is_told(self, request_id: str) -> bool:
+        """True = that it is final is on the disk."""
+        return request_id in self._final
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Results that the store has forgotten."""
+        for request_id in request_ids:
+            if (found := self._results.pop(request_id, None)) is not None:
+                self._bytes -= len(found.answer or b"")
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _arrived(
+        self, found: Sequence[tuple[str, str]], cursor: int, results: Sequence[StoredRequest], error: Exception | None
+    ) -> None:
+        """What has become final; those who wait ask the store for themselves where the disk refused."""
+        if error is None:
+            self.told = cursor
+            for result in results:
+                self._hold(result)
+        for request_id, _ in found:
+            self._open.pop(request_id, None)
+            if error is None:
+                _remember(self._final, request_id, None)
+        for name in {name for pair in found for name in pair}:
             for event in self._waiting.get(name, ()):
                 event.set()
+
+    def _hold(self, result: StoredRequest) -> None:
+        size = len(result.answer or b"")
+        if size > LARGE:
+            return
+        self.forget([result.request_id])
+        self._results[result.request_id] = result
+        self._bytes += size
+        while self._bytes > MOST_BYTES or len(self._results) > MOST_IDS:
+            self.forget([next(iter(self._results))])
+
+    def _is_wanted(self) -> bool:
+        return bool(self._waiting) or time.monotonic() < self._until
 
     def _watch(self) -> None:
         """In a thread: what has become final since the last look."""
         while not self._is_over.is_set():
             try:
-                if not self._waiting:
-                    self._somebody_waits.clear()
-                    if not self._waiting:
-                        self._somebody_waits.wait()
+                if not self._is_wanted():
+                    self._is_needed.clear()
+                    if not self._is_wanted():
+                        self._is_needed.wait()
                         continue
                 seen = self._store.changes()
                 found, self._cursor = self._store.finished_since(self._cursor)
-                if found and self._loop is not None:
-                    names = {name for pair in found for name in pair}
-                    self._loop.call_soon_threadsafe(self._wake, list(names))
+                if found:
+                    asked = [one for one, _ in found if one in self._open or one in self._waiting]
+                    results = self._store.results(asked)
+                    self._disk.then(partial(self._arrived, found, self._cursor, results))
                 else:
                     self._store.wait_for_change(seen, LOOK_SECONDS)
             except BackendError as error:
                 log.warning("%s", error)
                 time.sleep(AFTER_A_FAULT_SECONDS)
-            except RuntimeError:  # the event loop is closed
-                return
+
+
+def _remember(known: OrderedDict[str, str] | OrderedDict[str, None], name: str, value: str | None) -> None:
+    known[name] = value  # type: ignore[assignment]
+    if len(known) > MOST_IDS:
+        known.popitem(last=False)

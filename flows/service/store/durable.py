@@ -40,6 +40,10 @@ class ServiceStore(Intake, Work, Directory, Access):
         """Wait until `changes()` is not `seen`, at most `timeout` seconds; its present value."""
         return self._database.wait_for_change(seen, timeout)
 
+    def copy_log(self, most_bytes: int) -> None:
+        """Copy SQLite's log into its file; begin it anew where it is larger. Nothing to do with PostgreSQL."""
+        self._database.copy_log(most_bytes)
+
     def close(self) -> None:
         """Close all connections."""
         self._database.close()

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 import flows.service.store.tables as tables
 from flows.service.store.acceptance import accept_all, stored
 from flows.service.store.records import NewRequest, StoredRequest
-from flows.service.store.transactions import Database, GroupCommit, counted
+from flows.service.store.transactions import Database, counted
 from rl_core.storage.faults import fault
 
 __all__ = ["Intake", "cancel_where", "finish_place"]
@@ -28,6 +28,7 @@ _FINISHED = (
     .limit(sa.bindparam("most"))
 )
 _RESULT = sa.select(*_LIGHT).where(_requests.c.request_id == sa.bindparam("request_id"))
+_RESULTS = sa.select(*_LIGHT).where(_requests.c.request_id.in_(sa.bindparam("ids", expanding=True)))
 
 
 def finish_place(connection: sa.Connection) -> int:
@@ -40,7 +41,6 @@ class Intake:
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
-        self._accept = GroupCommit(self._accept_all)
 
     def accept(self, new: NewRequest) -> StoredRequest:
         """Take a request; it is durable when this returns. Any number of threads may call.
@@ -50,14 +50,23 @@ class Intake:
         Raises: SeqReused for another payload; RequestGone for one whose answer is forgotten for good; OverLimit;
             ServiceError (user) for a run that does not exist; BackendError where the store does not answer.
         """
-        return self._accept(new)
+        (answer,) = self.accept_together([new])
+        if isinstance(answer, Exception):
+            raise answer
+        self.sync()
+        return answer
 
-    def _accept_all(self, batch: list[NewRequest]) -> list[StoredRequest | Exception]:
-        with self._database.writing() as connection:
+    def accept_together(self, batch: Sequence[NewRequest]) -> list[StoredRequest | Exception]:
+        """As `accept`, answers and errors in order; call `sync` before anybody hears of them. Raises: BackendError."""
+        with self._database.writing("when told") as connection:
             answers = accept_all(connection, batch, self._clock())
             fault("service.accepting")
         fault("service.accepted")
         return answers
+
+    def sync(self) -> None:
+        """Have everything on the disk that anybody has committed by now: what is told must be there."""
+        self._database.sync()
 
     def request(self, request_id: str) -> StoredRequest | None:
         """An accepted request; None where there is none, or it is long forgotten."""
@@ -69,7 +78,14 @@ class Intake:
         """A request with its answer, without its payload."""
         with self._database.reading() as connection:
             row = connection.execute(_RESULT, {"request_id": request_id}).first()
-        return None if row is None else StoredRequest(**{c.name: row._mapping[c] for c in _LIGHT}, payload=b"")
+        return None if row is None else _light(row)
+
+    def results(self, request_ids: Iterable[str]) -> list[StoredRequest]:
+        """Those of these requests that are there, with their answers, without their payloads, in any order."""
+        if not (ids := list(request_ids)):
+            return []
+        with self._database.reading() as connection:
+            return [_light(row) for row in connection.execute(_RESULTS, {"ids": ids})]
 
     def finish_cursor(self) -> int:
         """The cursor for `finished_since` from now on."""
@@ -146,6 +162,10 @@ class Intake:
         with self._database.reading() as connection:
             rows = connection.execute(query.limit(limit).offset(offset)).all()
         return [StoredRequest(**{c.name: row._mapping[c] for c in light}, payload=b"") for row in rows]
+
+
+def _light(row: sa.Row[Any]) -> StoredRequest:
+    return StoredRequest(**{c.name: row._mapping[c] for c in _LIGHT}, payload=b"")
 
 
 def cancel_where(connection: sa.Connection, chosen: Any, error: str, now: float) -> int:

@@ -1,8 +1,9 @@
 """Connections and transactions of the store.
 
 One transaction writes at a time: SQLite's own rule (BEGIN IMMEDIATE), an advisory lock in PostgreSQL. So places in an
-order that readers follow are committed in that order. What is committed outlives the process and, with SQLite's
-synchronous=FULL and PostgreSQL's default, the machine.
+order that readers follow are committed in that order. What is committed outlives the process. It outlives the machine
+with PostgreSQL's default; with SQLite once the log is synced (`Database.sync`), which happens outside of transactions:
+nobody holds the writer's lock while he waits for the disk.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -21,12 +22,19 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from flows.service.store.tables import FORMAT, counters, metadata
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.single_files import create_once, make_folder
+from rl_core.storage.write_ahead_log import WriteAheadLog
 
-__all__ = ["Database", "GroupCommit", "counted"]
+__all__ = ["Database", "counted"]
 
 BUSY_SECONDS = 30.0
+TURN_SECONDS = 0.0005  # between two tries to get the writer's lock, which is held for about a millisecond
 LOCK = 0x706F7374  # PostgreSQL's advisory lock of writers
+LOG_PAGES = 32_768  # of 4 KiB, after which any commit copies SQLite's log; `copy_log` comes before it
 _WRITES = "service_writes"
+
+# When a transaction is to be on the disk: before the call returns; before a reader tells anybody (`Database.sync`);
+# with the next one that is, which is enough for what can be found out again.
+Durable = Literal["now", "when told", "later"]
 
 
 class Database:
@@ -56,7 +64,16 @@ class Database:
         if self.is_sqlite:
             sa.event.listen(self._engine, "connect", _prepare)
             sa.event.listen(self._engine, "begin", _begin)
+        self._log = self._write_ahead_log()
         self._make_tables()
+
+    def _write_ahead_log(self) -> WriteAheadLog | None:
+        """SQLite's log; None = every commit is on the disk by itself."""
+        if not self.is_sqlite:
+            return None
+        with self.reading() as connection:
+            mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
+        return WriteAheadLog(self._file) if mode == "wal" else None
 
     def _make_tables(self) -> None:
         with self.writing() as connection:
@@ -74,21 +91,42 @@ class Database:
             yield connection
 
     @contextmanager
-    def writing(self, *, synced: bool = True) -> Iterator[sa.Connection]:
-        """A transaction of one writer, committed when the block ends. Raises: BackendError.
-
-        synced: on the disk by then; else with the next one that is, which is enough for what can be found out again.
-        """
+    def writing(self, durable: Durable = "now") -> Iterator[sa.Connection]:
+        """A transaction of one writer, committed when the block ends. Raises: BackendError."""
         with self._writer, _named_errors(), self._engine.connect() as connection:
-            connection = connection.execution_options(**{_WRITES: "FULL" if synced else "NORMAL"})
+            connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
                 if not self.is_sqlite:
                     connection.execute(sa.text("select pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
-                    if not synced:
+                    if durable == "later":
                         connection.execute(sa.text("set local synchronous_commit to off"))
                 yield connection
                 if not self.is_sqlite:
                     counted(connection, "changes")
+        if durable == "now":
+            self.sync()
+
+    def sync(self) -> None:
+        """Have everything on the disk that anybody has committed by now. Raises: BackendError."""
+        if self._log is None:
+            return
+        try:
+            self._log.sync()
+        except OSError as error:
+            raise BackendError(f"the service's store: {error.strerror or error}") from error
+
+    def copy_log(self, most_bytes: int) -> None:
+        """Copy SQLite's log into the database file beside others' transactions, and begin it anew where it is large.
+
+        Raises: BackendError.
+        """
+        if self._log is None:
+            return
+        with _named_errors(), self._engine.connect() as connection:
+            raw: Any = connection.connection.dbapi_connection
+            raw.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            if self._log.size() > most_bytes:
+                raw.execute("PRAGMA wal_checkpoint(RESTART)")
 
     def changes(self) -> int:
         """A number that differs when anybody has committed since."""
@@ -120,6 +158,8 @@ class Database:
                 self._watched.close()
                 self._watched = None
         self._engine.dispose()
+        if self._log is not None:
+            self._log.close()
 
 
 _RAISED = (
@@ -139,77 +179,40 @@ def counted(connection: sa.Connection, name: str, by: int = 1) -> int:
 
 def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin` says
+    connection.execute(f"PRAGMA busy_timeout={int(1000 * BUSY_SECONDS)}")
+    (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    # without a log (some file systems cannot share memory) every commit has to wait for the disk by itself
     for pragma in (
-        f"busy_timeout={int(1000 * BUSY_SECONDS)}", "journal_mode=WAL", "synchronous=FULL", "temp_store=MEMORY",
+        f"synchronous={'NORMAL' if mode == 'wal' else 'FULL'}", "temp_store=MEMORY", f"wal_autocheckpoint={LOG_PAGES}",
     ):  # fmt: skip
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin(connection: sa.Connection) -> None:
-    writes = connection.get_execution_options().get(_WRITES)
-    if writes:
-        connection.exec_driver_sql(f"PRAGMA synchronous={writes}")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    raw: Any = connection.connection.dbapi_connection
+    if not connection.get_execution_options().get(_WRITES):
+        raw.execute("BEGIN")
+        return
+    # SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need.
+    raw.execute("PRAGMA busy_timeout=0")
+    try:
+        end = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                raw.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
+                time.sleep(TURN_SECONDS)
+    finally:
+        raw.execute(f"PRAGMA busy_timeout={int(1000 * BUSY_SECONDS)}")
 
 
 @contextmanager
 def _named_errors() -> Iterator[None]:
     try:
         yield
-    except DBAPIError as error:
-        raise BackendError(f"the service's store: {' '.join(str(error.orig).split())}") from error
-
-
-Given = TypeVar("Given")
-Got = TypeVar("Got")
-
-
-class _Place(Generic[Given, Got]):
-    """A call that waits for a transaction."""
-
-    __slots__ = ("answer", "error", "given", "is_done")
-
-    def __init__(self, given: Given) -> None:
-        self.given = given
-        self.answer: Got | None = None
-        self.error: BaseException | None = None
-        self.is_done = False
-
-
-class GroupCommit(Generic[Given, Got]):
-    """Calls of several threads in one transaction: one thread does all that wait, for one wait for the disk."""
-
-    def __init__(self, work: Callable[[list[Given]], list[Got | Exception]]) -> None:
-        """`work`: answers in order; an exception is raised in the thread that called."""
-        self._work = work
-        self._turn = threading.Lock()
-        self._guard = threading.Lock()
-        self._waiting: list[_Place[Given, Got]] = []
-
-    def __call__(self, given: Given) -> Got:
-        """The answer to one call, after the transaction that it is part of."""
-        place: _Place[Given, Got] = _Place(given)
-        with self._guard:
-            self._waiting.append(place)
-        with self._turn:
-            if not place.is_done:
-                self._do_all()
-        if place.error is not None:
-            raise place.error
-        return place.answer  # type: ignore[return-value]
-
-    def _do_all(self) -> None:
-        with self._guard:
-            places, self._waiting = self._waiting, []
-        try:
-            answers = self._work([place.given for place in places])
-        except BaseException as error:
-            for place in places:
-                place.error, place.is_done = error, True
-            return
-        for place, answer in zip(places, answers, strict=True):
-            if isinstance(answer, Exception):
-                place.error = answer
-            else:
-                place.answer = answer
-            place.is_done = True
+    except (DBAPIError, sqlite3.Error) as error:
+        reason = error.orig if isinstance(error, DBAPIError) else error
+        raise BackendError(f"the service's store: {' '.join(str(reason).split())}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +126,7 @@ class Work:
         ids = list(request_ids)
         if not ids:
             return []
-        with self._database.writing(synced=False) as connection:
+        with self._database.writing("later") as connection:
             rows = connection.execute(_CLAIM, {"ids": ids, "now": self._clock()}).all()
         fault("service.claimed")
         return sorted((stored(row) for row in rows), key=lambda request: request.place)
@@ -140,41 +142,51 @@ class Work:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def finish(self, outcomes: Sequence[RequestOutcome | tuple[str, Answer | ServiceError]]) -> None:
-        """Store answers and what becomes true with them, all or nothing; what is final already stays as it is."""
+    def finish(
+        self, outcomes: Sequence[RequestOutcome | tuple[str, Answer | ServiceError]], *, synced: bool = True
+    ) -> None:
+        """Store answers and what becomes true with them, all or nothing; what is final already stays as it is.
+
+        synced: on the disk when this returns; else whoever hands out such an answer, or writes down anything that
+            follows from it, calls `sync` before.
+        """
         if not outcomes:
             return
         given = [
             outcome if isinstance(outcome, RequestOutcome) else RequestOutcome(request_id=outcome[0], answer=outcome[1])
             for outcome in outcomes
         ]
-        with self._database.writing() as connection:
+        with self._database.writing("now" if synced else "when told") as connection:
             rows = connection.execute(_OPEN_ONES, {"ids": [one.request_id for one in given]})
             known = {row.request_id: row for row in rows}
             found = [one for one in given if one.request_id in known]
             if found:
                 last = counted(connection, "finished", len(found))
-                for place, outcome in enumerate(found, last - len(found) + 1):
-                    self._finish_one(connection, outcome, known[outcome.request_id], place)
+                self._write_ends(connection, found, known, last - len(found) + 1)
             fault("service.finishing")
         fault("service.finished")
 
-    def _finish_one(self, connection: sa.Connection, outcome: RequestOutcome, row: sa.Row[Any], place: int) -> None:
-        values: dict[str, Any] = dict.fromkeys(("answer", "answer_type", "answer_digest", "error", "category"))
-        if isinstance(outcome.answer, ServiceError):
-            values |= {"state": "failed", "error": str(outcome.answer), "category": outcome.answer.category}
-        else:
-            body = outcome.answer.body
-            values |= {"state": "done", "answer": body, "answer_type": outcome.answer.content_type}
-            values["answer_digest"] = hashlib.sha256(body).hexdigest()
-        values |= {"finished": self._clock(), "finish_place": place, "id": outcome.request_id}
-        is_training = row.line == "training"
-        connection.execute(_FINISH if is_training else _FINISH_FOR_GOOD, values)
-        if is_training:
-            run = {"next_seq": row.seq + 1, **outcome.run}
-            connection.execute(_runs.update().where(_runs.c.model_id == row.target).values(run))
-        for name, content in outcome.rows:
-            _put(connection, tables.metadata.tables[name], content)
+    def _write_ends(
+        self, connection: sa.Connection, found: Sequence[RequestOutcome], known: Mapping[str, sa.Row[Any]], first: int
+    ) -> None:
+        """Write ends of open requests at places of the order of finishing from `first` on."""
+        now = self._clock()
+        ends: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training, and others
+        runs: list[dict[str, Any]] = []
+        for place, outcome in enumerate(found, first):
+            row = known[outcome.request_id]
+            is_training = row.line == "training"
+            ends[is_training].append(_end(outcome, place, now))
+            if is_training:
+                runs.append({"id": row.target, "next_seq": row.seq + 1, **outcome.run})
+        for is_training, values in ends.items():
+            if values:
+                connection.execute(_FINISH if is_training else _FINISH_FOR_GOOD, values)
+        for names, some in itertools.groupby(runs, key=tuple):  # in their order: a run may be there twice
+            connection.execute(_run_update(names[1:]), list(some))
+        for outcome in found:
+            for name, content in outcome.rows:
+                _put(connection, tables.metadata.tables[name], content)
 
     # -- replay --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +244,26 @@ class Work:
             removed = connection.execute(_requests.delete().where(gone)).rowcount
             note_time(connection, now)
         return forgotten, removed
+
+
+def _end(outcome: RequestOutcome, place: int, now: float) -> dict[str, Any]:
+    """The columns of a request that is over."""
+    values: dict[str, Any] = dict.fromkeys(("answer", "answer_type", "answer_digest", "error", "category"))
+    if isinstance(outcome.answer, ServiceError):
+        values |= {"state": "failed", "error": str(outcome.answer), "category": outcome.answer.category}
+    else:
+        body = outcome.answer.body
+        values |= {"state": "done", "answer": body, "answer_type": outcome.answer.content_type}
+        values["answer_digest"] = hashlib.sha256(body).hexdigest()
+    return values | {"finished": now, "finish_place": place, "id": outcome.request_id}
+
+
+@functools.cache
+def _run_update(names: tuple[str, ...]) -> sa.Update:
+    """The statement that sets these columns of a run."""
+    return _runs.update().where(_runs.c.model_id == sa.bindparam("id")).values(
+        {name: sa.bindparam(name) for name in names}
+    )  # fmt: skip
 
 
 def _put(connection: sa.Connection, table: sa.Table, content: Mapping[str, Any]) -> None:

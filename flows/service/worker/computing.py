@@ -87,7 +87,7 @@ class Computing:
             outcome = self._outcome(request)
         except Exception as error:
             outcome = self._failed(request, error)
-        self._finish([(request, outcome)])
+        self._finish([(request, outcome)], synced=True)  # with folders that come and go
         if isinstance(outcome.answer, ServiceError):
             return
         if request.kind == "load_weights":
@@ -216,13 +216,13 @@ class Computing:
                 outcomes[request.request_id] = outcome(request, answer, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._failed(request, error)
-        self._finish([(request, outcomes[request.request_id]) for request in requests])
+        self._finish([(request, outcomes[request.request_id]) for request in requests], synced=False)
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, pairs: Sequence[tuple[StoredRequest, RequestOutcome]]) -> None:
+    def _finish(self, pairs: Sequence[tuple[StoredRequest, RequestOutcome]], *, synced: bool) -> None:
         fault("service.computed")
-        self._store.finish([outcome for _, outcome in pairs])
+        self._store.finish([outcome for _, outcome in pairs], synced=synced)
         for request, _ in pairs:
             if line_of(request.kind) == "training":
                 self._runs.noted(request.target, request.seq, stepped=request.kind == "optim_step")

@@ -20,6 +20,7 @@ from tasks.tracking import RunTracker, Tracking
 __all__ = ["MlflowRun", "RunTrackers"]
 
 EXPERIMENT = "service"
+SHIP_SECONDS = 10.0  # between two deliveries of a run's metrics: each costs the worker milliseconds
 CLOSE_SECONDS = 1.0  # the rest is sent by the next start, or `posttrain sync`
 
 
@@ -70,7 +71,7 @@ class RunTrackers:
                 "service.owner": "" if run is None else run.owner}  # fmt: skip
         tracking = Tracking(self._settings.mlflow or None, self._root, EXPERIMENT)
         folder = self._root / "tracking" / model_id
-        return tracking.start_run(model_id, folder, tags=tags, params=facts, wait_s=0.0)
+        return tracking.start_run(model_id, folder, tags=tags, params=facts, wait_s=0.0, interval_s=SHIP_SECONDS)
 
 
 class MlflowRun(SilentTracker):

@@ -93,6 +93,7 @@ class SnapshotWriter:
 
     def _write(self, snapshot: Snapshot) -> bool:
         """In the thread. False = the disk refused; replay takes longer then."""
+        self._store.sync()  # no snapshot may be ahead of the answers in the store
         try:
             write_state(snapshot.folder, snapshot.state)
         except PosttrainError as error:

@@ -15,6 +15,7 @@ from helpers.service_http import ADDRESS
 
 from flows.service.store import Answer
 from flows.service.wire.tinker_paths import TinkerPath
+from rl_core.errors import BackendError
 
 MIB = 1 << 20
 
@@ -125,15 +126,16 @@ def test_a_result_is_waited_for(idle, started):
     later.join()
 
 
-def test_a_thousand_idle_polls_cost_one_look_each_and_hold_nobody_up(idle, started):
+def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
     """While they are held, the store is looked at by one thread for all; other calls come through; one result wakes
-    its own polls, and the others are told to come again."""
+    its own polls, and is read once for all of them; the others are told to come again."""
     _, run = started
     object.__setattr__(idle.settings.server, "poll_seconds", 60.0)
     promises = [idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}}) for n in range(4)]
     room, looks = idle.client.app.app.state.server.room, []
-    result = idle.store.result
+    result, results = idle.store.result, idle.store.results
     idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    idle.store.results = lambda ids: looks.append(list(ids)) or results(ids)
 
     async def poll():
         transport = httpx.ASGITransport(app=idle.client.app)
@@ -144,20 +146,59 @@ def test_a_thousand_idle_polls_cost_one_look_each_and_hold_nobody_up(idle, start
                 return await client.post(f"/api/v1/{path}", json=body, headers=dict(idle.client.headers))
 
             polls = [asyncio.create_task(send("retrieve_future", promises[n % 4])) for n in range(1000)]
-            while len(room) < 1000 or len(looks) < 1000:
+            while len(room) < 1000:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
             assert (await send("client/config", {})).status_code == 200
-            assert len(looks) == 1000 and not any(poll.done() for poll in polls)
+            assert looks == [] and not any(poll.done() for poll in polls)
             idle.store.finish([(promises[1]["request_id"], Answer(b'{"metrics": {}}', "json"))])
             answered = await asyncio.gather(*polls[1::4])
-            assert not any(poll.done() for poll in polls[0::4])
+            assert not any(poll.done() for poll in polls[0::4]) and looks == [[promises[1]["request_id"]]]
             room.close()  # the server ends: the others need not wait for their time
             return answered, await asyncio.gather(*polls[0::4], *polls[2::4], *polls[3::4])
 
     answered, others = idle.client.portal.call(poll)
     assert {found.text for found in answered} == {'{"metrics": {}}'} and len(answered) == 250
     assert {found.status_code for found in others} == {408} and len(others) == 750
+
+
+def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
+    """A promise, a result and a list of results: 503 while the disk refuses, and the same request again is answered."""
+    session, run = started
+    sampler = idle.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
+                                                    "base_model": "base"})["sampling_session_id"]  # fmt: skip
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {}}
+    promise = idle.post("asample", body)
+    target = {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}
+
+    def refuse():
+        raise BackendError("the service's store: the disk fails")
+
+    idle.store.sync = refuse
+    idle.store.finish([(promise["request_id"], Answer(b"{}", "json"))], synced=False)
+    step = {"model_id": run, "seq_id": 1, "adam_params": {}}
+    for _ in range(2):
+        assert "the disk fails" in idle.post("optim_step", step, status=503)["detail"]
+        assert "the disk fails" in idle.post("retrieve_future", promise, status=503)["detail"]
+        assert "the disk fails" in idle.post("retrieve_futures", target, status=503)["detail"]
+    del idle.store.sync
+    assert idle.post("retrieve_future", promise) == {}
+    assert [one["request_id"] for one in idle.post("retrieve_futures", target)["completions"]] == [
+        promise["request_id"]
+    ]
+    assert idle.post("optim_step", step)["model_id"] == run and len(idle.store.requests_of(run)) == 2
+
+
+def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
+    _, run = started
+    promise = idle.forward_backward(run, 1, random_data(1))
+    idle.store.finish([(promise["request_id"], Answer(b"1", "protobuf"))])
+    looks, result = [], idle.store.result
+    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    assert [idle.post("retrieve_future", promise) for _ in range(3)] == [b"1"] * 3 and len(looks) <= 1
+    server = idle.client.app.app.state.server
+    idle.client.portal.call(server.forget, [promise["request_id"]])
+    idle.post("retrieve_future", promise, status=410)
 
 
 def test_large_results_are_announced_once(idle, started):

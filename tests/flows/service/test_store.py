@@ -1,7 +1,10 @@
 """The service's store: acceptance once and durably, order, limits, cancel, forgetting, keys; on PostgreSQL too."""
 
 import dataclasses
+import os
+import shutil
 import threading
+import time
 
 import pytest
 from helpers.postgres import missing, postgres
@@ -17,7 +20,7 @@ from flows.service.store import (
 )
 from flows.service.store.work import RequestOutcome
 from rl_core.errors import ServiceError, SettingsError
-from rl_core.storage import faults
+from rl_core.storage import faults, write_ahead_log
 
 
 class Clock:
@@ -228,6 +231,60 @@ def test_a_transaction_that_breaks_leaves_nothing_and_the_next_one_works(store):
         store.accept(update("r", 1))
     faults.configure(None)
     assert [one.seq for one in store.ready()] == [0] and store.accept(update("r", 1)).seq == 1
+
+
+def test_who_is_told_of_a_request_or_a_result_finds_it_after_a_power_cut(store, clock, tmp_path, monkeypatch):
+    """The disk holds what was synced. An answer may come later, but not later than somebody hears of it."""
+    log = [b""]
+    monkeypatch.setattr(write_ahead_log, "_to_disk", lambda descriptor: log.append(os.pread(descriptor, 1 << 24, 0)))
+
+    def after_power_cut():
+        folder = tmp_path / f"after-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        shutil.copyfile(tmp_path / "deep" / "service.db", folder / "service.db")
+        (folder / "service.db-wal").write_bytes(log[-1])
+        return ServiceStore(f"sqlite:///{folder}/service.db", clock)
+
+    made = store.accept(create("r"))
+    again = after_power_cut()
+    assert again.request(made.request_id) == made
+    again.close()
+    taken = store.accept_together([update("r", 1)])[0]
+    store.claim([made.request_id])
+    store.finish([(made.request_id, DONE)], synced=False)
+    again = after_power_cut()
+    assert again.request(taken.request_id) is None and not again.request(made.request_id).is_final
+    again.close()
+    store.sync()
+    again = after_power_cut()
+    assert again.request(made.request_id).is_final and [one.seq for one in again.ready()] == [1]
+    again.close()
+    store.finish([(taken.request_id, DONE)])
+    again = after_power_cut()
+    assert again.run("r").next_seq == 2
+    again.close()
+
+
+def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(store, url, clock):
+    """Two stores stand for two processes: neither sleeps longer and longer while the other is busy."""
+    other, longest = ServiceStore(url, clock), []
+    store.accept(create("r"))
+
+    def client(one, first):
+        for seq in range(first, first + 40):
+            began = time.monotonic()
+            one.accept(sample("s", seq))
+            longest.append(time.monotonic() - began)
+
+    threads = [threading.Thread(target=client, args=(one, 1000 * n)) for n, one in enumerate((store, other, store))]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        store.copy_log(0)
+    for thread in threads:
+        thread.join()
+    assert len(longest) == 120 and len(store.ready()) == 121
+    other.close()
 
 
 def test_lists_of_sessions_runs_and_checkpoints(store, clock):

@@ -291,7 +291,9 @@ def test_updates_of_several_runs_are_one_round_and_a_fault_of_one_is_its_own(sto
     next(iter(gradient.values())).fill_(float("inf"))
     transactions = []
     finish = store.finish
-    monkeypatch.setattr(store, "finish", lambda outcomes: (transactions.append(len(outcomes)), finish(outcomes))[1])
+    monkeypatch.setattr(
+        store, "finish", lambda outcomes, **how: (transactions.append(len(outcomes)), finish(outcomes, **how))[1]
+    )
     done = ask(store, worker, *(update(run, 2) for run in runs))
     assert transactions == [3] and [one.state for one in done] == ["done", "failed", "done"]
     assert done[1].category == "user" and "not finite" in done[1].error

@@ -1,9 +1,7 @@
 """Adapters' products over spans of tokens: values, gradients, and independence of the other spans."""
 
-import pytest
 import torch
 
-from rl_core.cpu import gemm
 from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 
 OUTPUTS = [(0, 40), (40, 57)]  # two layers side by side
@@ -23,8 +21,8 @@ def spans_of(seed, *given):
 
 def computed(x, out, grad, spans):
     out = out.clone()
-    lows = add_low_rank(out, x, spans)
-    return out, lows, *low_rank_grads(grad, x, lows, spans, with_x=True)
+    saved = add_low_rank(out, x, spans)
+    return out, *low_rank_grads(grad, x, saved, spans, with_x=True)
 
 
 def tensors(seed=0, rows=300):
@@ -35,7 +33,7 @@ def tensors(seed=0, rows=300):
 def test_values_and_gradients_are_those_of_float64(way):
     x, out, grad = tensors()
     spans = spans_of(1, (0, 5, 3, [0, 1]), (5, 290, 9, [1]), (290, 291, 1, [0]))  # tokens 291.. have no adapter
-    found, _, grad_x, grads = computed(x, out, grad, spans)
+    found, grad_x, grads = computed(x, out, grad, spans)
     leaf, expected = x.double().requires_grad_(), out.double()
     factors = [[f.double().requires_grad_() for f in (*span.downs, *span.ups)] for span in spans]
     parts = []
@@ -54,21 +52,42 @@ def test_values_and_gradients_are_those_of_float64(way):
 
 
 def test_a_span_gets_the_bits_of_the_span_alone(way):
-    if gemm.load() is None:
-        pytest.skip("MKL's order of sums follows the place of an operand in memory; runs are not batched there")
     if way == "torch":  # each span's products are calls of their own there
         return
     x, out, grad = tensors(2)
     given = [(0, 37, 4, [0, 1]), (37, 290, 16, [1]), (290, 300, 1, [0, 1])]
     together = spans_of(3, *given)
-    found, lows, grad_x, grads = computed(x, out, grad, together)
+    found, grad_x, grads = computed(x, out, grad, together)
     taken = 0
-    for span, low in zip(together, lows, strict=True):
+    for span in together:
         size, part = span.stop - span.start, slice(span.start, span.stop)
         alone = AdapterSpan(0, size, span.columns, span.scale, span.downs, span.ups)
         own = computed(x[part].clone(), out[part].clone(), grad[part].clone(), [alone])
         count = 2 * len(span.columns)
-        assert torch.equal(own[0], found[part]) and torch.equal(own[1][0], low) and torch.equal(own[2], grad_x[part])
-        assert all(torch.equal(a, b) for a, b in zip(own[3], grads[taken : taken + count], strict=True))
+        assert torch.equal(own[0], found[part]) and torch.equal(own[1], grad_x[part])
+        assert all(torch.equal(a, b) for a, b in zip(own[2], grads[taken : taken + count], strict=True))
         taken += count
     assert taken == len(grads)
+
+
+def test_the_number_of_threads_changes_no_bit(way, monkeypatch):
+    x, out, grad = tensors(4)
+    spans, found = spans_of(5, (0, 200, 33, [0, 1]), (200, 210, 2, [1])), []
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        added, grad_x, grads = computed(x, out, grad, spans)
+        found.append([added, grad_x, *grads])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_what_is_not_finite_stays_with_its_token_and_its_span(way):
+    x, out, grad = tensors(6)
+    spans = spans_of(7, (0, 100, 5, [0]), (100, 300, 5, [0]))
+    clean = computed(x, out, grad, spans)
+    x[50, 3], grad[50, 3] = torch.nan, torch.inf
+    added, grad_x, grads = computed(x, out, grad, spans)
+    others = torch.arange(300) != 50
+    assert added[50, :40].isnan().all() and torch.equal(added[others], clean[0][others])
+    assert not grad_x[50].isfinite().any() and torch.equal(grad_x[others], clean[1][others])
+    assert not grads[0].isfinite().all() and all(map(torch.equal, grads[2:], clean[2][2:]))

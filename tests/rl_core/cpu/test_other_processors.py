@@ -31,6 +31,9 @@ def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) ->
 
 @pytest.mark.skipif("avx512f" not in build._processor(), reason="its vectors are that size anyway")
 def test_vectors_of_half_the_size(tmp_path: Path) -> None:
-    files = ("test_gemm.py", "test_packed_vectors.py", "test_fused_decode.py", "test_attention_kernel.py")
+    files = (
+        "test_gemm.py", "test_low_rank.py", "test_packed_vectors.py", "test_fused_decode.py",
+        "test_attention_kernel.py",
+    )  # fmt: skip
     found = outcome(f"{COMPILER} -mno-avx512f", tmp_path, files, "not tiles and not threads_of_python")
     assert found.get("skipped", 0) == 0 and found["passed"] >= 40

@@ -5,11 +5,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.letters import LetterEpisode, Letters, make_trainer
+from helpers.letters import Parity, make_trainer
 from helpers.service import CONTEXT, make_base, make_engine
 from peft import get_peft_model_state_dict
 
-from rl_core.environments.environment import Step
 from rl_core.models import causal_lm
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, Datum, ForwardBackward, OptimStep
 from rl_core.settings import LoraSettings, ModelSettings, SFTSettings
@@ -67,20 +66,6 @@ def test_sft_with_an_adapter(base_folder):
     after = engine.state_dict("r")["model"]
     for name, tensor in get_peft_model_state_dict(model).items():
         assert torch.allclose(tensor, after[name.removeprefix("base_model.model.")], atol=1e-5), name
-
-
-class ParityEpisode(LetterEpisode):
-    """Right if the first token's number is even: 't12' is."""
-
-    def act(self, text):
-        digits = "".join(letter for letter in text.split(" ")[0] if letter.isdigit())
-        success = bool(digits) and int(digits) % 2 == 0
-        return Step(reward=float(success), terminated=True, success=success)
-
-
-class Parity(Letters):
-    def episode(self, seed, level):
-        return ParityEpisode(seed, level)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "cispo"])

@@ -1,0 +1,62 @@
+"""Training loops written against the tinker SDK on data from a file; prints their losses as JSON.
+
+`TINKER_BASE_URL=... TINKER_API_KEY=... python parity.py DATA.json` in the SDK's own environment. DATA.json has a list
+of runs: {"rank", "seed", "loss_fn", "config", "adam", "steps": [{"repeats", "data": [{"tokens", per-token arrays}]}]}.
+Every step is a forward_backward and an optim_step, `repeats` times; the losses are those of the forward_backwards.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+warnings.simplefilter("ignore")
+if "EXTRA_PACKAGES" in os.environ:
+    sys.path.append(os.environ["EXTRA_PACKAGES"])
+
+import numpy as np  # noqa: E402
+import tinker  # noqa: E402
+from tinker import types  # noqa: E402
+
+
+def done(value):
+    """The client behind a future; older SDKs give the client itself."""
+    return value.result() if callable(getattr(value, "result", None)) else value
+
+
+def datum(row):
+    """A whole sequence: arrays run over the tokens after the first."""
+    tokens = row.pop("tokens")
+    inputs = {name: np.asarray(values, np.float32) for name, values in row.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
+    )
+
+
+def losses(service, run):
+    training = done(
+        service.create_lora_training_client(base_model="base", rank=run["rank"], seed=run["seed"], train_unembed=False)
+    )
+    found = []
+    for step in run["steps"]:
+        data = [datum(row) for row in step["data"]]
+        for _ in range(step["repeats"]):
+            passed = training.forward_backward(data, run["loss_fn"], run["config"] or None)
+            stepped = training.optim_step(types.AdamParams(**run["adam"]))
+            found.append(passed.result().metrics["loss:sum"])
+            stepped.result()
+    return found
+
+
+def main():
+    service = tinker.ServiceClient()
+    print(json.dumps([losses(service, run) for run in json.loads(Path(sys.argv[1]).read_text())]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
