@@ -51,7 +51,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.rollouts import RolloutSettings
+from rl_core.settings.rollouts import RolloutServerSettings, RolloutSettings
 from rl_core.settings.service import (
     ServiceEngineSettings,
     ServiceServerSettings,
@@ -120,6 +120,7 @@ __all__ = [
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
+    "RolloutServerSettings",
     "RolloutSettings",
     "RewardSettings",
     "SFTSettings",
