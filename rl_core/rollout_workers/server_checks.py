@@ -109,5 +109,6 @@ def check_tokenizer(
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
         raise SettingsError(
             f"rollouts.address: {server.address} has another tokenizer than the policy: of a text of {len(ours)} "
-            f"tokens it reads {len(theirs)}, other ones from number {place + 1} on; start it with the policy's base model"
+            f"tokens it reads {len(theirs)}, other ones from number {place + 1} on; start it with the policy's "
+            "base model"
         )

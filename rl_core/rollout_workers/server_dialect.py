@@ -2,7 +2,8 @@
 
 Tokens go in and tokens with log-probabilities come out (`/v1/completions` with a prompt of ids and `return_token_ids`);
 orders about weights go to the server's workers by `/collective_rpc`, to methods that are
-deployments/vllm/posttrain_worker.py in vLLM and flows/serving/rollout_orders.py in `posttrain serve`. Written from the source of vLLM 0.30.0.
+deployments/vllm/posttrain_worker.py in vLLM and flows/serving/rollout_orders.py in
+`posttrain serve`. Written from the source of vLLM 0.30.0.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class ServerWeights:
         if loaded.differing:
             raise SamplerMismatch(
                 f"{self._who}: of {loaded.compared} weights that were looked at after the update "
-                f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was not taken over"
+                f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
+                "not taken over"
             )
 
     def _verify(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
