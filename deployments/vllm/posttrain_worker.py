@@ -1,7 +1,8 @@
 """Methods of posttrain in vLLM's workers: who they are, and weights from a folder, with proof of their arrival.
 
-Runs in vLLM's environment, as `--worker-extension-cls posttrain_worker.PosttrainWorker`; start.py says so. vLLM makes it a
-base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0; nothing of posttrain is imported.
+Runs in vLLM's environment, as `--worker-extension-cls posttrain_worker.PosttrainWorker`; start.py says so. vLLM makes
+it a base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0; imports nothing of
+posttrain.
 """
 
 import hashlib

@@ -51,8 +51,8 @@ def _add_up(commands: Any) -> None:
     )
     parser.add_argument(
         "--rollouts", metavar="CONFIG",
-        help="keep up the inference server that samples this pipeline's rollouts too: vLLM, in an environment of its own, "
-        "as stages.policy.rollouts says",
+        help="keep up the inference server that samples this pipeline's rollouts too: vLLM, in an environment of its "
+        "own, as stages.policy.rollouts says",
     )  # fmt: skip
     parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(

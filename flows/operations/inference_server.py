@@ -38,7 +38,8 @@ def check_startable(settings: PipelineSettings) -> None:
     model = settings.model.path
     if model is None or is_registered_reference(model):
         raise SettingsError(
-            f"--rollouts: model.path is {model or 'left out'}, and the server starts from a folder or a hub name; name one"
+            f"--rollouts: model.path is {model or 'left out'}, and the server starts from a folder or a hub name; "
+            "name one"
         )
 
 

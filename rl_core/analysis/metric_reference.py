@@ -353,6 +353,10 @@ _POLICY = MetricGroup(
         Metric("policy/sampler_difference_max", "nats",
                "Largest difference of a log-prob between sampler and trainer.",
                "Above 1e-4 in float32 with fresh rollouts."),
+        Metric("policy/server_difference", "nats",
+               "Largest difference of a token's log-prob between the inference server and the trainer's forward pass, "
+               "on fixed prompts, at the newest weights (`rollouts.workers: server`).",
+               "Beyond the bound the run ends."),
         Metric("policy/numerics_difference", "nats",
                "Largest difference of a token's log-prob between sampler and trainer on fixed prompts, after an update "
                "(`numerics`).", "Above 1e-4 in float32: it is on its way to `numerics.bound`."),
@@ -488,6 +492,9 @@ _PERF = MetricGroup(
         Metric("perf/dropped_rollouts", "rollouts",
                "Rollouts begun anew since the start because new weights arrived (`rollouts.partial: drop`)."),
         Metric("perf/queued_groups", "groups", "Groups that are played or wait to be learned from."),
+        Metric("perf/server_recoveries", "times",
+               "Losses of the inference server since the start, each waited for (`rollouts.server.patience_s`).",
+               "It grows: look at the server's log."),
         Metric("perf/reward_seconds", "s", "Computing rewards."),
         Metric("perf/states_seconds", "s", "Forward passes for rewards that look at the policy's states."),
         Metric("perf/update_seconds", "s", "The update, forward passes before it included."),

@@ -1,4 +1,4 @@
-"""JSON over kept-alive HTTP connections to one server, one connection a thread; all of them can be cut at once."""
+"""JSON over kept-alive HTTP connections to one server, from any number of threads; all can be cut at once."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class JsonConnections:
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname or "", parts.port
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._own = threading.local()
         self._lock = threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
 
     def get(self, path: str, timeout_s: float) -> Any:
         """Decoded answer to a GET. Raises: as `post`."""
@@ -60,29 +60,33 @@ class JsonConnections:
     def close(self) -> None:
         """Cut all connections: requests that wait for an answer fail at once."""
         with self._lock:
-            connections, self._open = list(self._open), set()
-        for connection in connections:
+            idle, busy, self._idle = self._idle, list(self._busy), []
+        for connection in idle:
+            connection.close()
+        for connection in busy:
             with contextlib.suppress(OSError):
                 if connection.sock is not None:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         while True:
-            connection, is_used = self._connection()
+            connection, is_used = self._take()
             try:
-                return self._once(connection, method, path, body, timeout_s)
-            except _STALE as error:
-                self._drop(connection)
-                if is_used:  # the server closed it while it was idle
+                answer, data = self._once(connection, method, path, body, timeout_s)
+            except (OSError, http.client.HTTPException) as error:
+                self._give_back(connection, is_open=False)
+                if is_used and isinstance(error, _STALE):  # the server closed it while it was idle
                     continue
                 raise ServerAway(f"{self.base_url}{path}: {_words(error)}") from error
-            except (OSError, http.client.HTTPException) as error:
-                self._drop(connection)
-                raise ServerAway(f"{self.base_url}{path}: {_words(error)}") from error
+            except BaseException:
+                self._give_back(connection, is_open=False)
+                raise
+            self._give_back(connection, is_open=not answer.will_close)
+            return self._read(path, answer, data)
 
     def _once(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> Any:
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         connection.timeout = timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)
@@ -91,8 +95,10 @@ class JsonConnections:
         data = answer.read(MAX_ANSWER + 1)
         if len(data) > MAX_ANSWER:
             raise OSError(f"the answer is longer than {MAX_ANSWER // 2**20} MiB")
-        if answer.will_close:
-            self._drop(connection)
+        return answer, data
+
+    def _read(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:
+        """What an answer holds. Raises: ServerAway, ServerRefusal."""
         if answer.status >= 300:
             self._refuse(path, answer, data)
         if not data.strip():
@@ -110,20 +116,20 @@ class JsonConnections:
         wait = answer.getheader("Retry-After", "")
         raise ServerRefusal(problem, answer.status, float(wait) if wait.isdigit() else 0.0)
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """This thread's connection; True = it has served requests before."""
-        kept: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+    def _take(self) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection for one request; True = it has served others before."""
         with self._lock:
-            if kept is not None and kept in self._open and kept.sock is not None:
-                return kept, True
-            connection = self._kind(self._host, self._port)
-            self._open.add(connection)
-        self._own.connection = connection
-        return connection, False
+            is_used = bool(self._idle)
+            connection = self._idle.pop() if is_used else self._kind(self._host, self._port)
+            self._busy.add(connection)
+        return connection, is_used
 
-    def _drop(self, connection: http.client.HTTPConnection) -> None:
+    def _give_back(self, connection: http.client.HTTPConnection, *, is_open: bool) -> None:
         with self._lock:
-            self._open.discard(connection)
+            self._busy.discard(connection)
+            if is_open and connection.sock is not None:
+                self._idle.append(connection)
+                return
         connection.close()
 
 

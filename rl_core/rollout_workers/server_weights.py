@@ -12,7 +12,7 @@ from rl_core.errors import PosttrainError, SamplerMismatch
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.logprob_record import vocabulary_size
 from rl_core.models.trainable_weights import trainable_weights
-from rl_core.rollout_workers.http_connections import ServerAway
+from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal
 from rl_core.rollout_workers.sampler_probe import Probe, play_probe, trainer_difference
 from rl_core.rollout_workers.server_dialect import InferenceServer, LoadedWeights, ServerDescription, ServerState
 from rl_core.rollout_workers.weight_folders import WeightFolder, WeightFolders
@@ -119,17 +119,26 @@ class ServerWeights:
         """Have the newest version loaded. Raises: SamplerMismatch where something else has arrived."""
         assert self._folder is not None
         self._verified.clear()
-        if self._folder.is_adapter:
-            before, name = self._adapter, f"{self._prefix}-v{self._versions}"
-            self._versions += 1
-            loaded = self.server.load_adapter(name, self._folder.path)
-            self._adapter = name
-            if before is not None:
-                self.server.unload_adapter(before)
-        else:
-            loaded = self.server.load_weights(self._folder.path)
+        try:
+            loaded = self._load_adapter() if self._folder.is_adapter else self.server.load_weights(self._folder.path)
+        except ServerRefusal as refusal:
+            raise ServerRefusal(
+                f"{refusal}; does it see {self._folder.path} under the same path (rollouts.server.folder)?",
+                refusal.status,
+            ) from refusal
         self._check(loaded, self._folder)
         self._state = self.server.state()
+
+    def _load_adapter(self) -> LoadedWeights:
+        """The newest adapter under a name of its own; the one before it is dropped."""
+        assert self._folder is not None
+        before, name = self._adapter, f"{self._prefix}-v{self._versions}"
+        self._versions += 1
+        loaded = self.server.load_adapter(name, self._folder.path)
+        self._adapter = name
+        if before is not None:
+            self.server.unload_adapter(before)
+        return loaded
 
     def _check(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
         if loaded.digest != folder.digest:

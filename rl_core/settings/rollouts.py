@@ -25,8 +25,8 @@ class RolloutServerSettings(Settings):
     model: str | None = setting(None, doc="name that the server has for the model; left out: the first that it lists")
     python: str | None = setting(
         None,
-        doc="Python of vLLM's own environment on this machine: `posttrain up --rollouts CONFIG` keeps the server up with "
-        "it; left out: the server is started by hand",
+        doc="Python of vLLM's own environment on this machine: `posttrain up --rollouts CONFIG` keeps the server up "
+        "with it; left out: the server is started by hand",
     )
     version: str = setting(
         VLLM_VERSION, doc="version of vLLM that is accepted; another one's answers may differ in form or in meaning"
