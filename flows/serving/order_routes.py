@@ -36,7 +36,8 @@ async def _version(request: Request) -> Response:
 async def _tokenize(request: Request) -> Response:
     server, orders = _parts(request)
     body = read_json_body(TokenizeBody, await whole_body(server, request))
-    orders.check_name(body.model)
+    if body.model != server.name:
+        orders.check_name(body.model)
     if server.model is None:
         raise RefusedRequest(503, server.waits_for, code="not_ready", retry_after=5)
     tokenizer = server.model.renderer.tokenizer

@@ -138,14 +138,14 @@ class RolloutOrders:
         except Exception as error:  # of peft: whatever is wrong with the files
             raise RefusedRequest(422, f"lora_path: {type(error).__name__}: {str(error)[:300]}") from None
         self._publish(adapted.to(base.model.dtype).requires_grad_(False).eval())
-        self._adapter = name
+        self._weights, self._adapter = "", name
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; where it answers, the weights of the start do again. Raises: RefusedRequest (404)."""
         if name != self._adapter:
             raise RefusedRequest(404, f"lora_name: '{name[:200]}' is not loaded", param="lora_name")
         self._publish(self._start().model)
-        self._adapter = None
+        self._weights, self._adapter = "", None
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import BackendError
 
-__all__ = ["JsonConnections", "ServerAway", "ServerRefusal"]
+__all__ = ["JsonConnections", "ServerAway", "ServerRefusal", "StaleAnswer"]
 
 MAX_ANSWER = 256 * 2**20  # bytes
 _AWAY = (408, 425, 502, 503, 504)  # the request may be answered later
@@ -22,6 +22,10 @@ _STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError,
 
 class ServerAway(BackendError):
     """A request was not answered: no connection, a broken one, or a server that says it is not ready."""
+
+
+class StaleAnswer(ServerAway):
+    """A request was answered by another process than the one that has the weights."""
 
 
 class ServerRefusal(BackendError):

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_core.environments.step_pool import Observation, PendingTurn, wait_for_any
-from rl_core.errors import BackendError
+from rl_core.errors import BackendError, SettingsError
 from rl_core.inference.sampling import RolloutSequence, check_prompt, check_weights
 from rl_core.inference.transformers_backend import BackendRow
-from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal
+from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal, StaleAnswer
 from rl_core.rollout_workers.server_checks import check_model, check_tokenizer
 from rl_core.rollout_workers.server_dialect import OWN, InferenceServer, ServedTokens, ServerDescription
 from rl_core.rollout_workers.server_weights import ServerWeights
@@ -141,7 +141,10 @@ class ServerBackend:
                 raise _refused(refusal) from refusal
 
     def recover(self, away: ServerAway) -> None:
-        """Wait for a server that was lost. Raises: BackendError after `patience_s`, or too many losses."""
+        """Wait for a server that was lost.
+
+        Raises: BackendError after `patience_s`, or too many losses; SettingsError for one that cannot say who answers.
+        """
         self._left -= 1
         self.recoveries += 1
         text = f"the inference server was lost ({away})"
@@ -152,6 +155,11 @@ class ServerBackend:
             self.on_event(text)
         self.server.close()
         state = self._patiently(self.server.state, away)
+        if isinstance(away, StaleAnswer) and state.instance == self.weights.instance:
+            raise SettingsError(
+                f"rollouts.address: {away}, and its workers are of {state.instance}, so its answers cannot be told from "
+                "those of other weights; start it with deployments/vllm/start.py"
+            )
         if state.instance != self.weights.instance:  # a new process, with the weights of its start, awake
             self.weights.forget()
             self._is_asleep = False
@@ -290,7 +298,7 @@ class _Play:
         except ServerRefusal as refusal:
             raise _refused(refusal) from refusal
         if served.instance != self.backend.weights.instance:
-            self._owe(row, ServerAway("it was started again: its answers are of other weights"))
+            self._owe(row, StaleAnswer(f"it was started again: an answer is of process {served.instance}"))
             return
         if not served.tokens:
             raise BackendError("the inference server gives an answer without a token, again and again")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.errors import PosttrainError, SamplerMismatch
+from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.logprob_record import vocabulary_size
 from rl_core.models.trainable_weights import trainable_weights
@@ -127,7 +127,13 @@ class ServerWeights:
                 refusal.status,
             ) from refusal
         self._check(loaded, self._folder)
-        self._state = self.server.state()
+        state = self.server.state()
+        if self._folder.is_adapter and state.weights:
+            raise SettingsError(
+                f"rollouts.address: {self._who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
+                "and adapters belong on those of its start; start it again"
+            )
+        self._state = state
 
     def _load_adapter(self) -> LoadedWeights:
         """The newest adapter under a name of its own; the one before it is dropped."""

@@ -12,6 +12,7 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -30,6 +31,8 @@ def worker_extension() -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.version = lambda name: "0.30.0" if name == "vllm" else version(name)  # it is not installed here
+    module.os = SimpleNamespace(environ={"POSTTRAIN_INSTANCE": INSTANCE})  # as start.py sets it
     return module.PosttrainWorker
 
 

@@ -296,7 +296,7 @@ def test_a_server_that_is_started_again_in_the_middle_changes_no_token(tokenizer
         def restarted(*arguments):
             asked.append(None)
             if len(asked) == 20:  # after the probe, in the middle of the rollouts
-                orders = server.web.config.loaded_app.app.state.orders
+                orders = server.web.config.app.app.state.orders
                 orders.instance, orders._weights = "posttrain-another", ""
                 orders._publish(orders._base.model)
             return complete(*arguments)

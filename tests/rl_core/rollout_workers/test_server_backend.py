@@ -20,7 +20,7 @@ from rl_core.models.lora import add_adapter
 from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
 from rl_core.rollout_workers.weight_folders import folder_digest
 from rl_core.rollouts.batching import make_batches, train_row
-from rl_core.settings import LoraSettings, RolloutServerSettings, RolloutSettings, SamplingSettings
+from rl_core.settings import LoraSettings, NumericsGateSettings, RolloutServerSettings, RolloutSettings, SamplingSettings
 from rl_core.storage.session_folders import WEIGHTS_PREFIX, SessionFolder, reap_session_folders
 
 
@@ -47,7 +47,8 @@ def with_vllm(trainer, server, **options):
 def test_a_run_on_vllm(tokenizer, server):
     """Every token's log-prob is the trainer's, at the temperature; every update travels, and each is proven."""
     sampling = SamplingSettings(max_completion_tokens=4, temperature=0.8)
-    trainer = with_vllm(letters_trainer(tokenizer, sampling=sampling), server)
+    numerics = NumericsGateSettings(every=0)  # else the first update travels at once
+    trainer = with_vllm(letters_trainer(tokenizer, sampling=sampling, numerics=numerics), server)
     for _ in range(2):
         policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         metrics = trainer.step()
@@ -57,7 +58,7 @@ def test_a_run_on_vllm(tokenizer, server):
     bodies = [body for path, body in server.asked if path == "/v1/completions"]
     rollouts = bodies[-36:]
     assert len({body["seed"] for body in rollouts}) == 36
-    assert all(body["ignore_eos"] and body["stop_token_ids"] == list(range(0, 300, 2)) for body in rollouts)
+    assert all(body["ignore_eos"] and body["stop_token_ids"] == list(range(0, len(tokenizer), 2)) for body in rollouts)
     assert all(body["temperature"] == 0.8 and body["logprobs"] == 0 and body["return_token_ids"] for body in rollouts)
     orders = [body["method"] for path, body in server.asked if path == "/collective_rpc"]
     assert orders.count("posttrain_load_weights") == 2
@@ -106,6 +107,15 @@ def test_an_adapter_for_each_version(tokenizer, server):
     assert not server.adapters
 
 
+def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer.step()
+    model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
+    late = with_vllm(letters_trainer(tokenizer, model=model), server)
+    with pytest.raises(SettingsError, match=r"holds whole weights of an earlier run .* start it again"):
+        late.step()
+
+
 def test_sleep_around_updates(tokenizer, server):
     trainer = with_vllm(letters_trainer(tokenizer), server, sleeps=True)
     trainer.step(), trainer.step()
@@ -123,7 +133,7 @@ def test_sleep_around_updates(tokenizer, server):
         ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, and 0.30.0 is accepted"),
         ({}, {"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are not of the distribution"),
         ({}, {"extension": False}, "start vLLM with deployments/vllm/start.py"),
-        ({}, {"model": 600}, "of 600 tokens, and the policy has 300"),
+        ({}, {"model": 600}, "of 600 tokens, and the policy has 267"),
     ],
 )
 def test_servers_that_are_not_ours(tokenizer, change, options, message):
@@ -151,6 +161,13 @@ class range_of:  # noqa: N801  # a tokenizer's size alone
 def test_another_version_by_setting(tokenizer, server):
     server.version = "0.31.0"
     assert with_vllm(letters_trainer(tokenizer), server, version="0.31.0").server.description.version == "0.31.0"
+
+
+def test_a_server_that_does_not_say_who_answers(tokenizer, server):
+    """Started by hand with our workers, and vLLM's usual fingerprint."""
+    server.instance = "vllm-0.30.0-0a1b2c3d"
+    with pytest.raises(SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"):
+        with_vllm(letters_trainer(tokenizer), server).step()
 
 
 def choice_of(change):
