@@ -157,8 +157,8 @@ class ServerBackend:
         state = self._patiently(self.server.state, away)
         if isinstance(away, StaleAnswer) and state.instance == self.weights.instance:
             raise SettingsError(
-                f"rollouts.address: {away}, and its workers are of {state.instance}, so its answers cannot be told from "
-                "those of other weights; start it with deployments/vllm/start.py"
+                f"rollouts.address: {away}, and its workers are of {state.instance}, so its answers cannot be told "
+                "from those of other weights; start it with deployments/vllm/start.py"
             )
         if state.instance != self.weights.instance:  # a new process, with the weights of its start, awake
             self.weights.forget()

@@ -20,7 +20,13 @@ from rl_core.models.lora import add_adapter
 from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
 from rl_core.rollout_workers.weight_folders import folder_digest
 from rl_core.rollouts.batching import make_batches, train_row
-from rl_core.settings import LoraSettings, NumericsGateSettings, RolloutServerSettings, RolloutSettings, SamplingSettings
+from rl_core.settings import (
+    LoraSettings,
+    NumericsGateSettings,
+    RolloutServerSettings,
+    RolloutSettings,
+    SamplingSettings,
+)
 from rl_core.storage.session_folders import WEIGHTS_PREFIX, SessionFolder, reap_session_folders
 
 
