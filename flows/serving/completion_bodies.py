@@ -32,7 +32,7 @@ class CompletionBody(_Body):
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     min_p: Annotated[Finite, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Literal[1, 1.0] = 1.0
+    repetition_penalty: Annotated[Finite, Field(ge=1, le=1)] = 1.0  # others are not supported
     seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
     drawn: Annotated[int, Field(ge=0, le=2**31)] = 0  # random numbers of the seed that earlier requests have used
     stop: Annotated[list[StopText], Field(max_length=16)] = []

@@ -133,7 +133,7 @@ class ServerBackend:
                 if self._is_asleep:
                     self.server.wake()
                     self._is_asleep = False
-                self.weights.bring(_Asker(self), sampling)
+                self.weights.bring(_Asker(self, self.max_length), sampling)
                 return
             except ServerAway as away:
                 self.recover(away)
@@ -221,11 +221,7 @@ class _Asker:
     """A `RolloutBackend` that asks a server as it is: for the probe, which proves the weights."""
 
     backend: ServerBackend
-
-    @property
-    def max_length(self) -> int:
-        """See `RolloutBackend`."""
-        return self.backend.max_length
+    max_length: int
 
     def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
         """See `RolloutBackend`. Raises: ServerAway, too."""
