@@ -14,13 +14,13 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Body(BaseModel):
+class _TokenBody(BaseModel):
     """A JSON object without unknown keys; numbers are numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-class CompletionBody(_Body):
+class CompletionBody(_TokenBody):
     """A request for tokens after a prompt of token ids. Beyond vLLM: `drawn`, and seeds of 128 bits."""
 
     model: Name
@@ -47,7 +47,7 @@ class CompletionBody(_Body):
     user: Annotated[str, Field(max_length=1000)] = ""
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(_TokenBody):
     """A text whose token ids are asked for."""
 
     model: Name
@@ -55,7 +55,7 @@ class TokenizeBody(_Body):
     add_special_tokens: bool = True
 
 
-class OrderBody(_Body):
+class OrderBody(_TokenBody):
     """An order to the workers: of ours, those of `RolloutOrders`."""
 
     method: Name
@@ -64,14 +64,14 @@ class OrderBody(_Body):
     timeout: Finite | None = None
 
 
-class AdapterBody(_Body):
+class AdapterBody(_TokenBody):
     """An adapter to load."""
 
     lora_name: Name
     lora_path: Name
 
 
-class AdapterNameBody(_Body):
+class AdapterNameBody(_TokenBody):
     """An adapter to drop."""
 
     lora_name: Name

@@ -102,7 +102,7 @@ class JsonConnections:
         return answer, data
 
     def _read(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:
-        """What an answer holds. Raises: ServerAway, ServerRefusal."""
+        """Content of an answer. Raises: ServerAway, ServerRefusal."""
         if answer.status >= 300:
             self._refuse(path, answer, data)
         if not data.strip():
