@@ -69,11 +69,11 @@ class ServerBackend:
         self.server = InferenceServer(settings)
         self.recoveries = 0  # since the beginning
         self.on_event: Callable[[str], None] | None = None  # told of every loss, in words for people
-        self._is_asleep = False
         self._left = RECOVERIES  # of the present run
         self.end_at(eos_ids)
         self.description: ServerDescription = self._patiently(self.server.describe)
         check_model(self.description, model, settings)
+        self._is_asleep = self.description.sleeps and self._patiently(self.server.is_asleep)
         if tokenizer is not None:
             check_tokenizer(self.server, self.description, tokenizer)
         self.max_length = min(max_length, self.description.context)

@@ -188,6 +188,10 @@ class InferenceServer:
         """Have GPU memory given up; weights stay in the machine's memory."""
         self._connections.post("/sleep?level=1", {}, ORDER_S)
 
+    def is_asleep(self) -> bool:
+        """True = it has given up its memory, as at the order of an earlier run."""
+        return bool(self._connections.get("/is_sleeping", ASK_S)["is_sleeping"])
+
     def wake(self) -> None:
         """Inverse of `sleep`."""
         self._connections.post("/wake_up", {}, ORDER_S)

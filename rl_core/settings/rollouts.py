@@ -129,6 +129,8 @@ class RolloutSettings(Settings):
             raise SettingsError(f"address: {self.address!r} must be host:port of an inference server, or http(s)://...")
         if self.count != 1:
             raise SettingsError(f"count: {self.count} servers; give the address of one that has as many replicas")
+        if self.independent:
+            raise SettingsError("independent: is of the rollout engine, and a server samples here; leave it out")
         for name in ("max_staleness", "replay_schedule"):
             if getattr(self, name):
                 raise SettingsError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.errors import PosttrainError
+from rl_core.errors import PosttrainError, SettingsError
 from rl_core.settings import PolicySettings
 from rl_core.settings.rollouts import check_ray
 from tasks.config.curriculum_checks import POLICY
@@ -58,5 +58,10 @@ def _check_server(policy: PolicySettings, settings: PipelineSettings) -> None:
     from rl_core.rollout_workers.server_checks import check_when_starting  # imports torch
 
     lora = settings.model.lora
+    if lora is not None and lora.quantize != "none":
+        raise SettingsError(
+            f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
+            f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
+        )
     goes_alone = lora is not None and not lora.dora and not lora.modules_to_save
     check_when_starting(policy.rollouts, shape_of(settings.model), lora.rank if lora is not None and goes_alone else 0)

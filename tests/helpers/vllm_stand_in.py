@@ -84,6 +84,7 @@ class VllmStandIn:
                 "/version": self._version, "/v1/models": self._models, "/tokenize": self._tokenize,
                 "/collective_rpc": self._rpc, "/v1/completions": self._complete, "/v1/load_lora_adapter": self._load,
                 "/v1/unload_lora_adapter": self._unload, "/sleep": self._sleep, "/wake_up": self._wake,
+                "/is_sleeping": lambda body: (200, {"is_sleeping": self.is_asleep}),
             }  # fmt: skip
             if route == "/reset_prefix_cache":
                 return 200, {"success": True}

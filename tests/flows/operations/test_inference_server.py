@@ -69,6 +69,14 @@ def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
         load(path)
 
 
+def test_a_quantised_base_is_another_model(tmp_path, model, python):
+    path = config(tmp_path, model, python, more=", lora: {rank: 4, quantize: nf4}")
+    with pytest.raises(
+        ConfigError, match=r"stages.policy.rollouts.workers: a server samples from the base model as it is"
+    ):
+        load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

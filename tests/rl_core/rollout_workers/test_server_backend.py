@@ -130,6 +130,12 @@ def test_sleep_around_updates(tokenizer, server):
     assert server.is_asleep
 
 
+def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
+    server.is_asleep = True
+    with_vllm(letters_trainer(tokenizer), server).step()
+    assert not server.is_asleep
+
+
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -356,6 +362,7 @@ def test_one_process_imports_nothing_of_it():
         ({"workers": "server"}, "address: workers: server needs host:port"),
         ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
+        ({"workers": "server", "address": "a:1", "independent": True}, "independent: is of the rollout engine"),
         (
             {"workers": "server", "address": "a:1", "max_staleness": 1},
             "max_staleness: 1 needs workers that play during",
