@@ -16,10 +16,11 @@ class BuildWithShippedFiles(build_py):
             return
         root, target = Path(__file__).resolve().parent, Path(self.build_lib) / "tasks" / "shipped"
         for folder in ("configs", "deployments"):
-            for path in sorted((root / folder).iterdir()):
-                if path.is_file():
-                    self.mkpath(str(target / folder))
-                    self.copy_file(str(path), str(target / folder / path.name))
+            for path in sorted((root / folder).rglob("*")):
+                if path.is_file() and path.suffix != ".pyc":
+                    place = target / path.relative_to(root)
+                    self.mkpath(str(place.parent))
+                    self.copy_file(str(path), str(place))
         self.copy_file(str(root / "constraints.txt"), str(target / "constraints.txt"))
 
 

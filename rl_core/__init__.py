@@ -120,6 +120,7 @@ if TYPE_CHECKING:
         RewardModelSettings,
         RewardSettings,
         RollbackSettings,
+        RolloutServerSettings,
         RolloutSettings,
         SamplingSettings,
         ServiceEngineSettings,
@@ -212,6 +213,7 @@ __all__ = [
     "RewardSettings",
     "RewardSource",
     "RollbackSettings",
+    "RolloutServerSettings",
     "RolloutSettings",
     "Rollout",
     "RolloutGroup",
@@ -326,7 +328,7 @@ _HOME = {
         "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
-        "RolloutSettings SFTSettings "
+        "RolloutServerSettings RolloutSettings SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "

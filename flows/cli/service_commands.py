@@ -17,7 +17,8 @@ from flows.cli import arguments_to_settings as loading
 from rl_core.errors import PosttrainError, SettingsError
 
 if TYPE_CHECKING:
-    pass
+    from flows.operations.services import ServiceSpec
+    from flows.operations.supervisor import MoreServers
 
 __all__ = ["completion", "doctor", "down", "monitor", "status", "ui", "up"]
 
@@ -30,9 +31,34 @@ def up(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.serve is not None:
         given |= _to_serve(arguments)
-    if arguments.service is None:
-        start(Path(arguments.output), given, detach=arguments.detach)
-        return 0
+    more: list[MoreServers] = []
+    if arguments.rollouts is not None:
+        given["rollouts"] = _to_sample(arguments, more)
+    if arguments.service is not None:
+        given["service"] = _to_train(arguments, more)
+    start(Path(arguments.output), given, detach=arguments.detach, also=partial(_all_of, more))
+    return 0
+
+
+def _all_of(more: list[MoreServers], output: Path, mlflow: str) -> list[ServiceSpec]:
+    """Servers beside those that `up` always has."""
+    return [spec for servers in more for spec in servers(output, mlflow)]
+
+
+def _to_sample(arguments: argparse.Namespace, more: list[MoreServers]) -> str:
+    """Config of the pipeline whose inference server is kept up, which is added. Raises: ConfigError, SettingsError."""
+    from flows.operations.inference_server import check_startable, inference_server
+    from tasks.config import load
+    from tasks.shipped import find_config
+
+    settings = load(arguments.rollouts, import_code=False, ask_servers=False)
+    check_startable(settings)
+    more.append(partial(inference_server, settings))
+    return str(find_config(arguments.rollouts).resolve())
+
+
+def _to_train(arguments: argparse.Namespace, more: list[MoreServers]) -> str:
+    """File of the training service that is kept up, which is added. Raises: ConfigError."""
     from flows.service.configuration import load_service_settings
     from flows.service.supervising import beside_pipelines
     from tasks.shipped import find_config
@@ -40,9 +66,8 @@ def up(arguments: argparse.Namespace) -> int:
     place = find_config(arguments.service)
     folder = [] if _names_folder(place) else [f"folder={Path(arguments.output).resolve() / 'service'}"]
     settings = load_service_settings(place, folder)
-    given["service"] = str(Path(place).resolve())
-    start(Path(arguments.output), given, detach=arguments.detach, also=partial(beside_pipelines, settings))
-    return 0
+    more.append(partial(beside_pipelines, settings))
+    return str(Path(place).resolve())
 
 
 def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:

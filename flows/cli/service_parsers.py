@@ -19,6 +19,7 @@ def _add_up(commands: Any) -> None:
         "up --detach --database postgresql://me@localhost/team",
         "up --service my_service.yaml    (a training service, too)",
         "up --serve mine.yaml    (its champion is served, and the next one as soon as it is promoted)",
+        "up --rollouts mine.yaml    (vLLM, which samples its rollouts)",
     ]
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = add_command(commands, "up", about, examples)
@@ -48,6 +49,11 @@ def _add_up(commands: Any) -> None:
     parser.add_argument(
         "--serve", metavar="CONFIG", help="serve the champion of this pipeline too, as its `serving:` says"
     )
+    parser.add_argument(
+        "--rollouts", metavar="CONFIG",
+        help="keep up the inference server that samples this pipeline's rollouts too: vLLM, in an environment of its "
+        "own, as stages.policy.rollouts says",
+    )  # fmt: skip
     parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(
         "--gpu-slots",

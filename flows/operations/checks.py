@@ -161,6 +161,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"database disk image is malformed|file is not a database",
         "the sqlite file is broken; restore it or move it away",
     ),
+    (
+        r"No module named '?vllm",
+        "rollouts.server.python has no vLLM; install deployments/vllm/requirements.txt into its environment",
+    ),
+    (
+        r"less than desired GPU memory utilization",
+        "another program, the trainer maybe, has the GPU's memory; free some, or start vLLM first",
+    ),
     (r"No module named '?(?P<module>[\w.]+)", "a package is missing; pip install -c constraints.txt -e ."),
     (
         r"references work pool\s+'(?P<pool>[^']+)'\s+which\s+does\s+not\s+exist",

@@ -36,7 +36,7 @@ COMMAND = (sys.executable, "-P", "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
     "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments", "service": "--service",
-    "serve": "--serve", "serve_port": "--serve-port",
+    "serve": "--serve", "serve_port": "--serve-port", "rollouts": "--rollouts",
 }  # fmt: skip
 
 

@@ -74,6 +74,7 @@ class Options:
     service: str | None = None  # YAML file of a training service that is kept up, too
     serve: str | None = None  # config of the pipeline whose champion is served
     serve_port: int = 8321
+    rollouts: str | None = None  # config of the pipeline whose inference server is kept up
     learn: int = 0  # 1 = it learns from what it answers, as its config has `online:`
 
 

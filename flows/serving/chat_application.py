@@ -16,7 +16,10 @@ from flows.runtime.prefect_access import OnlyFromHere
 from flows.serving.chat_bodies import FeedbackBody, read_json_body
 from flows.serving.chat_routes import chat_completions, whole_body
 from flows.serving.chat_server import ChatServer, server_of
+from flows.serving.completion_routes import completions
+from flows.serving.order_routes import ORDER_ROUTES
 from flows.serving.refused import RefusedRequest, refused_response
+from flows.serving.rollout_orders import RolloutOrders
 from rl_core.errors import DataError, PosttrainError, UnknownAnswer
 from rl_core.inference.served_answers import FeedbackLabel
 
@@ -35,13 +38,16 @@ def make_chat_app(server: ChatServer) -> OnlyFromHere:
         title="posttrain serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None,
         exception_handlers={RefusedRequest: refused_response, HTTPException: _unknown},
     )  # fmt: skip
-    app.state.server = server
+    app.state.server, app.state.orders = server, RolloutOrders(server)
     app.router.routes.extend([
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", _models, methods=["GET"]),
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
         Route("/v1/feedback", _feedback, methods=["POST"]),
+        *ORDER_ROUTES,
         Route("/healthz", _health, methods=["GET"]),
+        Route("/health", _health, methods=["GET"]),
         Route("/readyz", _ready, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
     ])  # fmt: skip

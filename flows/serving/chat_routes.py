@@ -28,7 +28,7 @@ from rl_core.inference.served_requests import Cancelled, DeadlinePassed, Overloa
 from rl_core.online.served_experience import answer_ballot, count_votes
 from rl_core.online.voting import VoteOutcome, samples_to_draw
 
-__all__ = ["CheckedChat", "chat_completions", "refusal_of", "whole_body"]
+__all__ = ["CheckedChat", "ClientGone", "answered", "chat_completions", "refusal_of", "whole_body"]
 
 
 class ClientGone(Exception):
@@ -108,7 +108,7 @@ def refusal_of(error: BaseException) -> RefusedRequest:
 # -- from answers to a response ----------------------------------------------------------------------------------------
 
 
-async def _answered(server: ChatServer, request: Request, requests: Sequence[ServedRequest]) -> None:
+async def answered(server: ChatServer, request: Request, requests: Sequence[ServedRequest]) -> None:
     """Wait until every request has ended; a client that is gone frees its slots.
 
     Raises: ClientGone; RefusedRequest for the first one that failed.
@@ -136,7 +136,7 @@ async def _answered(server: ChatServer, request: Request, requests: Sequence[Ser
 async def _whole(server: ChatServer, request: Request, asked: CheckedChat) -> dict[str, Any]:
     """The body of a response, once every choice has ended."""
     requests = await asked.more(0, asked.count)
-    await _answered(server, request, requests)
+    await answered(server, request, requests)
     if asked.body.environment is not None:
         records = session_records(asked.form, requests)
         body = _played(asked, requests, records)
@@ -160,7 +160,7 @@ async def _voted(server: ChatServer, request: Request, asked: CheckedChat) -> di
     drawn = 0
     while wanted := min(_samples_to_draw(server, asked, records), 2 * asked.count - drawn):
         more = await asked.more(drawn, wanted)
-        await _answered(server, request, more)
+        await answered(server, request, more)
         drawn += wanted
         requests = _of_one_version([*requests, *more])
         records = _voters(form, asked, requests)

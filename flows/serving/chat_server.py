@@ -96,7 +96,8 @@ class ChatServer:
         Returns: False = it reads and writes other tokens, for which the server has to be started anew.
         """
         assert self.model is not None and self.answering is not None
-        if model.text_digest != self.model.text_digest or model.context != self.model.context:
+        is_alike = model.renderer is self.model.renderer or model.text_digest == self.model.text_digest
+        if not is_alike or model.context != self.model.context:
             return False
         self.answering.publish(model)
         self.model = model

@@ -38,7 +38,7 @@ class ModelWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        if self._server.model is None or (self._place.is_registered and self._settings.reload_seconds > 0):
+        if self._server.model is None or self._goes_on:
             self._thread.start()
 
     def stop(self) -> None:
@@ -51,8 +51,14 @@ class ModelWatch:
                 self.look()
             except PosttrainError as error:
                 log.warning("%s", error)
-            if self._server.model is not None and not (self._place.is_registered and self._settings.reload_seconds):
+            if self._server.model is not None and not self._goes_on:
                 return
+
+    @property
+    def _goes_on(self) -> bool:
+        """True = there may be new versions: the model is registered, and no trainer gives the server its weights."""
+        settings = self._settings
+        return self._place.is_registered and settings.reload_seconds > 0 and not settings.rollouts
 
     def look(self) -> bool:
         """One look. Returns: True = a version was taken over. Raises: BackendError, ModelError."""

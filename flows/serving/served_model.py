@@ -83,6 +83,11 @@ class ServedModel:
         return str(self.version) if self.base is None else f"{self.base}+{self.version}"
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that the model gives a probability."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
     def text_digest(self) -> str:
         """Equal for versions that read and write tokens in the same way."""
         vocabulary = json.dumps(sorted(self.renderer.tokenizer.get_vocab().items()))

@@ -64,6 +64,10 @@ def serve(serving: Serving, *, waits: bool = False, say: Callable[[str], None] =
         DataError for one that cannot be used; BackendError where the store does not answer.
     """
     settings = serving.settings
+    if settings.rollouts and serving.learning is not None:
+        raise SettingsError(
+            "serving.rollouts: a trainer gives the weights, and --learn learns them here; leave one out"
+        )
     check_port(settings.port, "posttrain serve", "--port N")
     token = token_of(serving.folder)
     server = ChatServer(settings, serving.name, serving.folder, token, environment=serving.environment)

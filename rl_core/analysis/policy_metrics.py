@@ -58,6 +58,10 @@ POLICY = MetricGroup(
         Metric("policy/sampler_difference_max", "nats",
                "Largest difference of a log-prob between sampler and trainer.",
                "Above 1e-4 in float32 with fresh rollouts."),
+        Metric("policy/server_difference", "nats",
+               "Largest difference of a token's log-prob between the inference server and the trainer's forward pass, "
+               "on fixed prompts, at the newest weights (`rollouts.workers: server`).",
+               "Beyond the bound the run ends."),
         Metric("policy/numerics_difference", "nats",
                "Largest difference of a token's log-prob between sampler and trainer on fixed prompts, after an update "
                "(`numerics`).", "Above 1e-4 in float32: it is on its way to `numerics.bound`."),

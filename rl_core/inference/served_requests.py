@@ -102,6 +102,8 @@ class ServedRequest:
     top: int = 0  # most likely tokens that are kept for each sampled one
     streams: bool = False  # True = `Progress` is delivered while it runs
     has_stops: bool = False  # True = `should_stop` is asked after every token
+    end_ids: frozenset[int] | None = None  # tokens that end an action; None = the model's
+    drawn: int = 0  # random numbers of the seed that earlier requests of the same sequence have used
     owner: Any = None  # of whoever submitted it
     policy_version: int | None = None  # of the weights that it runs on, from its first token on
     top_rows: list[tuple[np.ndarray, np.ndarray, float]] = field(default_factory=list)  # see `TopTokens.stacked`
@@ -123,7 +125,7 @@ class ServedRequest:
     @property
     def is_plain(self) -> bool:
         """True = nothing is to be done between one of its tokens and the next."""
-        return not (self.top or self.has_stops or self.sampling.is_restricted)
+        return not (self.top or self.has_stops or self.sampling.is_restricted or self.end_ids is not None)
 
     @property
     def top_tokens(self) -> TopTokens | None:

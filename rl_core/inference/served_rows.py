@@ -93,7 +93,7 @@ class ServedRows:
         """See `ServedSlots`."""
         for request in requests:
             request.held_since = 0
-            row = BackendRow(request, request.sampling, self._context, request.has_stops)
+            row = BackendRow(request, request.sampling, self._context, request.has_stops, request.drawn)
             self._served[request] = _Served(request, row)
 
     def remove(self, request: ServedRequest) -> None:
@@ -143,13 +143,16 @@ class ServedRows:
             row.add(token, logprob)
             if request.streams:
                 progress.append(Progress(request, [token], [logprob], top))
-            return not row.has_acted(self._eos_ids) or self._end_turn(served)
+            return not row.has_acted(self._ends_of(request)) or self._end_turn(served)
         except Exception as error:
             request.error = error
             return False
 
+    def _ends_of(self, request: ServedRequest) -> frozenset[int]:
+        return self._eos_ids if request.end_ids is None else request.end_ids
+
     def _end_turn(self, served: _Served) -> bool:
-        turnover = served.row.end_turn(self._eos_ids)
+        turnover = served.row.end_turn(self._ends_of(served.request))
         if isinstance(turnover, PendingTurn):
             served.turn = turnover
             turnover.call.future.add_done_callback(lambda future: self._wake())

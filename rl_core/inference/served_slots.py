@@ -21,7 +21,7 @@ from rl_core.environments.step_pool import PendingTurn
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.sampling import check_weights, log_probabilities
+from rl_core.inference.sampling import check_weights, log_probabilities, uniforms
 from rl_core.inference.served_requests import Progress, ServedRequest, TopTokens
 from rl_core.inference.slot_table import STEPS, SlotTable
 from rl_core.memory import MemoryFit
@@ -78,9 +78,10 @@ class ServedSlots(SlotTable):
         self._stack = ExitStack()
         self._stack.enter_context(merged(model))
         decoder = Decoder(model)
-        is_eos = np.zeros(decoder.vocab_size, dtype=bool)
+        is_eos = self._model_eos = np.zeros(decoder.vocab_size, dtype=bool)
         is_eos[[token for token in eos_ids if token < len(is_eos)]] = True
         super().__init__(decoder, slots, context, context, is_eos, MemoryFit("slots of the server", _ADVICE))
+        self._no_eos = np.zeros_like(is_eos)
         self._pad_id, self._wake = pad_id, wake
         self._is_plain = np.ones(self._slots, dtype=bool)
         self._parked: dict[ServedRequest, _Parked] = {}
@@ -131,6 +132,9 @@ class ServedSlots(SlotTable):
             prompt = request.prompt_ids
             limit = min(len(prompt) + request.sampling.max_completion_tokens, self._uniforms.shape[1])
             self._place(slot, request, limit, request.sampling.temperature)
+            if request.drawn:
+                room = limit - len(prompt)
+                self._uniforms[slot, :room] = uniforms(request.seed, request.drawn + room)[request.drawn :]
             self._is_plain[slot] = request.is_plain
             request.held_since = 0
             if len(first) < len(prompt) - 1:
@@ -229,6 +233,8 @@ class ServedSlots(SlotTable):
             self._answered(slot, self._waiting_on_env.pop(slot))
         self._compact(self._decodable())
         if self._count:
+            has_own_ends = any(request.end_ids is not None for request in self._active())
+            self._is_eos = self._no_eos if has_own_ends else self._model_eos  # `_stopped` looks for the ends then
             self._step()
             for slot in range(self._count):
                 self._tell(slot)
@@ -307,11 +313,16 @@ class ServedSlots(SlotTable):
 
     def _stopped(self, n: int) -> np.ndarray | None:
         asked = [slot for slot, request in enumerate(self._active()) if request.has_stops and self._acted[slot]]
-        if not asked:
+        looks_for_ends = self._is_eos is self._no_eos
+        if not asked and not looks_for_ends:
             return None
         found = np.zeros(n, dtype=bool)
+        if looks_for_ends:
+            for slot, request in enumerate(self._active()):
+                newest = int(self._pending[slot])
+                found[slot] = self._model_eos[newest] if request.end_ids is None else newest in request.end_ids
         for slot in asked:
-            found[slot] = self._request(slot).should_stop(self._tokens[slot, : self._acted[slot]].tolist())
+            found[slot] |= self._request(slot).should_stop(self._tokens[slot, : self._acted[slot]].tolist())
         return found
 
     def _sample(

@@ -160,16 +160,26 @@ class BackendRow:
     """A sequence being played."""
 
     def __init__(
-        self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int, has_stops: bool | None = None
+        self,
+        sequence: RolloutSequence,
+        sampling: SamplingSettings,
+        max_length: int,
+        has_stops: bool | None = None,
+        drawn: int = 0,
     ) -> None:
-        """`has_stops`: ask the sequence whether a token completes a stop text; None = where `sampling` has such."""
+        """Nothing is sampled yet.
+
+        Args:
+            has_stops: ask the sequence whether a token completes a stop text; None = where `sampling` has such.
+            drawn: random numbers of the seed that are used up.
+        """
         self.sequence = sequence
         self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
         self._context = self.limit
         self.action: list[int] = []
         self.logprobs: list[float] = []
-        self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
+        self._uniforms = uniforms(sequence.seed, drawn + self.limit - len(self.ids))[drawn:]
         self.num_sampled = 0
         self._hit_limit = False
         self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops

@@ -36,6 +36,7 @@ __all__ = [
     "load_without_weights",
     "num_parameters",
     "save",
+    "save_weights",
     "use_own_template",
 ]
 
@@ -253,13 +254,19 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     caller publishes the folder atomically.
     """
     folder = Path(folder)
+    save_weights(model, folder)
     if lora.is_lora(model):
-        lora.save_merged(model, folder)
         model.save_pretrained(folder / "adapter", safe_serialization=True)
-    else:
-        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     fault("model.saved")
+
+
+def save_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write config and weights alone, adapters merged."""
+    if lora.is_lora(model):
+        lora.save_merged(model, folder)
+    else:
+        model.save_pretrained(folder)
 
 
 def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

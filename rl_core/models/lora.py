@@ -24,7 +24,9 @@ __all__ = [
     "merged",
     "plain_linear",
     "quantized_loading",
+    "save_adapter",
     "save_merged",
+    "serves_alone",
     "unwrap",
     "without_adapter",
 ]
@@ -171,6 +173,19 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
                 layer.base_layer.weight.data.copy_(original)
                 layer.merged_adapters.clear()
                 layer._caches.clear()  # norms that DoRA notes for an `unmerge`
+
+
+def serves_alone(model: Any) -> bool:
+    """True = the adapter is one that inference servers add to the base model: neither DoRA nor whole modules."""
+    if not is_lora(model):
+        return False
+    config = next(iter(model.peft_config.values()))
+    return not (config.use_dora or config.modules_to_save or getattr(config, "fan_in_fan_out", False))
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter alone, in peft's format."""
+    model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)
 
 
 def save_merged(model: Any, folder: Path) -> None:

@@ -47,7 +47,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.rollouts import ReplaySettings, RolloutSettings
+from rl_core.settings.rollouts import ReplaySettings, RolloutServerSettings, RolloutSettings
 from rl_core.settings.service import (
     ServiceEngineSettings,
     ServiceServerSettings,
@@ -116,6 +116,7 @@ __all__ = [
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
+    "RolloutServerSettings",
     "RolloutSettings",
     "RewardSettings",
     "SFTSettings",

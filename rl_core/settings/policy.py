@@ -308,8 +308,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         rollouts = self.rollouts
         if rollouts.workers != "in_process" and self.launch.kind != "in_process":
             raise SettingsError(
-                "rollouts.workers: ray serves a trainer of one process, and launch.kind is torchrun, whose processes "
-                "play their own shares; leave one of the two out"
+                f"rollouts.workers: {rollouts.workers} serves a trainer of one process, and launch.kind is torchrun, "
+                "whose processes play their own shares; leave one of the two out"
             )
         if not rollouts.max_staleness:
             return

@@ -1,4 +1,4 @@
-"""Settings of the processes that play a policy's rollouts, and of the replay of past ones."""
+"""Settings of the processes that play a policy's rollouts, the server that samples them, and the replay of past ones."""
 
 from __future__ import annotations
 
@@ -10,20 +10,65 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
-__all__ = ["ReplaySettings", "RolloutSettings", "check_ray", "decisive_rollouts"]
+__all__ = [
+    "VLLM_VERSION",
+    "ReplaySettings",
+    "RolloutServerSettings",
+    "RolloutSettings",
+    "check_ray",
+    "decisive_rollouts",
+]
 
 RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
+VLLM_VERSION = "0.30.0"  # whose source the client was written from; see deployments/vllm/
 _ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+_SERVER = re.compile(r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutServerSettings(Settings):
+    """An inference server that samples the rollouts, in an environment of its own (docs/inference-servers.md)."""
+
+    model: str | None = setting(None, doc="name that the server has for the model; left out: the first that it lists")
+    python: str | None = setting(
+        None,
+        doc="Python of vLLM's own environment on this machine: `posttrain up --rollouts CONFIG` keeps the server up "
+        "with it; left out: the server is started by hand",
+    )
+    version: str = setting(
+        VLLM_VERSION, doc="version of vLLM that is accepted; another one's answers may differ in form or in meaning"
+    )
+    key_variable: str | None = setting(None, doc="environment variable with the server's API key; left out: no key")
+    folder: str | None = setting(
+        None,
+        doc="folder that trainer and server see under the same path, for weights on their way; left out: a folder of "
+        "the run's own in this machine's temporary folder",
+    )
+    concurrency: int = setting(256, ge=1, le=4_096, doc="sequences that the server samples at the same time")
+    timeout_s: float = setting(1800.0, gt=0, le=1e6, doc="of one request, which ends with a turn's last token")
+    patience_s: float = setting(
+        300.0,
+        ge=0,
+        le=1e6,
+        doc="time that a server which does not answer is waited for, as while it is started again; then the run ends "
+        "with one error and can be resumed",
+    )
+    sleeps: bool = setting(
+        False,
+        doc="the server gives up its GPU memory during updates (it has to be started with sleep mode): for a trainer "
+        "on the same GPU",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
     """Place of the rollouts: the trainer's process, or workers beside it (docs/scale-out.md)."""
 
-    workers: Literal["in_process", "ray"] = setting(
+    workers: Literal["in_process", "ray", "server"] = setting(
         "in_process",
         doc="ray: actors, each with its own engine and environments (extra `ray`); with max_staleness 0 the numbers "
-        "are those of in_process with `independent`",
+        "are those of in_process with `independent`. server: tokens come over HTTP from an inference server at "
+        "`address` (vLLM, or `posttrain serve`), environments run here",
     )
     count: int = setting(1, ge=1, le=1024, doc="actors")
     independent: bool = setting(
@@ -45,8 +90,10 @@ class RolloutSettings(Settings):
     )
     address: str | None = setting(
         None,
-        doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone",
+        doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone. Of "
+        "an inference server: host:port, or http(s)://host:port",
     )
+    server: RolloutServerSettings = setting(RolloutServerSettings(), doc="with `workers: server`: the server")
 
     replay_schedule: str | None = setting(
         None,
@@ -55,7 +102,14 @@ class RolloutSettings(Settings):
     )
 
     def check(self) -> None:
-        """Settings of the workers need workers."""
+        """Settings of the workers need workers, those of a server a server."""
+        if self.workers == "server":
+            self._check_server()
+            return
+        if self.server != RolloutServerSettings():
+            raise SettingsError(
+                f"server: is of an inference server, and workers is {self.workers}; set workers: server"
+            )
         if self.address is not None and not _ADDRESS.fullmatch(self.address):
             raise SettingsError(f"address: {self.address!r} must be host:port of a Ray cluster's head, or auto")
         if self.replay_schedule is not None and not self.max_staleness:
@@ -71,6 +125,31 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 f"max_staleness: {self.max_staleness} needs rollouts beside the updates; set workers: ray, or 0"
             )
+
+    def _check_server(self) -> None:
+        """A server has an address, and plays in turn with the updates."""
+        if self.address is None:
+            raise SettingsError(
+                "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
+            )
+        if not _SERVER.fullmatch(self.address):
+            raise SettingsError(f"address: {self.address!r} must be host:port of an inference server, or http(s)://...")
+        if self.count != 1:
+            raise SettingsError(f"count: {self.count} servers; give the address of one that has as many replicas")
+        if self.independent:
+            raise SettingsError("independent: is of the rollout engine, and a server samples here; leave it out")
+        for name in ("max_staleness", "replay_schedule"):
+            if getattr(self, name):
+                raise SettingsError(
+                    f"{name}: {getattr(self, name)!r} needs workers that play during updates, and rollouts from a "
+                    "server take turns with them; leave it out, or set workers: ray"
+                )
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server, as `http://host:port`."""
+        address = (self.address or "").rstrip("/")
+        return address if address.startswith("http") else f"http://{address}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +170,13 @@ def check_ray() -> None:
 
 
 def decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
-    """The part of these settings, as plain values, that decides numbers: where rollouts are played does not."""
+    """The part of these settings, as plain values, that decides numbers: where rollouts are played does not.
+
+    A server does: it draws other random numbers, and rounds in its own way.
+    """
     kept: dict[str, Any] = {}
+    if settings["workers"] == "server":
+        return {"server": {"version": settings["server"]["version"]}}
     if settings["independent"] or settings["workers"] != "in_process":
         kept["independent"] = True
     if settings["max_staleness"]:

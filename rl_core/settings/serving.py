@@ -48,6 +48,12 @@ class ServingSettings(Settings):
         "system message; read: only read from answers, for policies that know them; where a template takes none: read",
     )
 
+    rollouts: bool = setting(
+        False,
+        doc="true: a trainer may give orders: load weights and adapters from folders of this machine, sleep, wake "
+        "(docs/inference-servers.md); the registry is not looked at for new versions",
+    )
+
     def check(self) -> None:
         """The server is for this machine; a tunnel or a proxy with TLS leads to it."""
         if self.host not in ("127.0.0.1", "::1", "localhost"):

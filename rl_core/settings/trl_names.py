@@ -176,7 +176,7 @@ TRL: tuple[tuple[str, str, str, str], ...] = (
     ("repetition_penalty", "=STAGE.sampling.repetition_penalty", "as top_p", _ON_POLICY),
     ("generation_kwargs", "STAGE.sampling", "each option is a setting of its own", _ON_POLICY),
     ("max_tool_calling_iterations", "STAGE.sampling.max_turns", "turns include the answer: one more than tool calls", _ON_POLICY),
-    ("use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "", "the built-in engine samples, in the trainer's process", _ON_POLICY),
+    ("use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "", "the built-in engine samples, in the trainer's process; a vLLM server of its own may: stages.policy.rollouts, workers: server", _ON_POLICY),
     ("vllm_max_model_length", "model.context", "the model's own context; the setting is for presets", _ON_POLICY),
     ("vllm_structured_outputs_regex", "", "no constrained decoding; the reward component format rewards a pattern", _ON_POLICY),
     # ------------------------------------------------------------ preferences

@@ -1,6 +1,7 @@
 """Folders in the temporary folder that other programs work in while a run lives, and that no killed run leaves behind.
 
-    <temporary folder>/posttrain-ray-<uid>-<random>/lock
+    <temporary folder>/posttrain-ray-<uid>-<random>/lock         Ray's sockets and logs
+    <folder>/posttrain-weights-<uid>-<random>/lock               weights on their way to an inference server
 
 The owner holds a lock (flock) on `lock`, which the kernel frees when the process dies, in whatever way.
 """
@@ -13,16 +14,17 @@ import shutil
 import tempfile
 from pathlib import Path
 
-__all__ = ["SESSION_PREFIX", "SessionFolder", "reap_session_folders"]
+__all__ = ["SESSION_PREFIX", "WEIGHTS_PREFIX", "SessionFolder", "reap_session_folders"]
 
-SESSION_PREFIX = "posttrain-ray-"
+SESSION_PREFIX, WEIGHTS_PREFIX = "posttrain-ray-", "posttrain-weights-"
 
 
 class SessionFolder:
     """A folder of this process, with a short path, since sockets in it have at most 107 characters."""
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{SESSION_PREFIX}{os.getuid()}-"))
+    def __init__(self, prefix: str = SESSION_PREFIX, root: Path | None = None) -> None:
+        """`root`: where it is made; None = the temporary folder. Raises: OSError where it cannot be."""
+        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getuid()}-", dir=root))
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -38,10 +40,10 @@ class SessionFolder:
         self._lock = -1
 
 
-def reap_session_folders() -> list[str]:
+def reap_session_folders(prefix: str = SESSION_PREFIX, root: Path | None = None) -> list[str]:
     """Remove the folders of this user's runs that were killed; returns their names."""
     removed = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}{os.getuid()}-*")):
+    for folder in sorted((root or Path(tempfile.gettempdir())).glob(f"{prefix}{os.getuid()}-*")):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # its owner is just making or removing it

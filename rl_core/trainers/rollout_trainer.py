@@ -21,6 +21,7 @@ from rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.server_backend import ServerBackend
     from rl_core.rollout_workers.stream import RolloutStream
     from rl_core.rollout_workers.team import RolloutTeam
     from rl_core.rollout_workers.tickets import Ticket
@@ -73,6 +74,7 @@ class RolloutTrainer(ABC):
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailures(max_failed_share)  # of the environment
         self.team: RolloutTeam | None = None  # workers that play in place of this process
+        self.server: ServerBackend | None = None  # the backend, where its tokens come from an inference server
         self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
 
     def keep_failures(self, keep: Keep) -> None:

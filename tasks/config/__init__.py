@@ -64,6 +64,7 @@ def load(
     *,
     check_files: bool = True,
     import_code: bool = True,
+    ask_servers: bool = True,
     warn: Callable[[str], object] | None = None,
 ) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
@@ -74,6 +75,7 @@ def load(
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
         import_code: False imports nothing that the settings name by import path, nor checks what rests on it.
+        ask_servers: False lets the inference server of rollouts be away.
         warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
@@ -82,7 +84,7 @@ def load(
     places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     folder = Path(path).parent if check_files else None
-    settings, found = _check_all(document.data, folder, problems, import_code)
+    settings, found = _check_all(document.data, folder, problems, import_code, ask_servers and check_files)
     if found or settings is None:
         raise ConfigError(found, places)
     if warn is not None:
@@ -96,14 +98,18 @@ def from_dict(values: Mapping[str, Any], *, check_files: bool = True, import_cod
 
     Raises: ConfigError.
     """
-    settings, problems = _check_all(values, Path() if check_files else None, [], import_code)
+    settings, problems = _check_all(values, Path() if check_files else None, [], import_code, check_files)
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 
 def _check_all(
-    values: Any, folder: Path | None, problems: list[Problem], import_code: bool = True
+    values: Any,
+    folder: Path | None,
+    problems: list[Problem],
+    import_code: bool = True,
+    ask_servers: bool = True,
 ) -> tuple[PipelineSettings | None, list[Problem]]:
     """Types and ranges, files (unless folder is None), combinations; all problems, with those known before."""
     settings, found = read(PipelineSettings, values)
@@ -125,7 +131,7 @@ def _check_all(
         key = ("stages", *name.split("."))
         problems = problems + ([] if any(overlap(key, known.key) for known in problems) else [Problem(key, text)])
     broken = {problem.key for problem in problems}
-    return settings, problems + check_combinations(settings, broken, import_code=import_code)
+    return settings, problems + check_combinations(settings, broken, import_code=import_code, ask_servers=ask_servers)
 
 
 def evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
-from rl_core.settings.rollouts import check_ray
 from rl_core.settings.sinks import check_installed
 from tasks.config.code_checks import code_problems
 from tasks.config.curriculum_checks import POLICY, curriculum_problems
 from tasks.config.files import context_of
-from tasks.config.memory_checks import memory_problems, weight_bytes
+from tasks.config.memory_checks import memory_problems
 from tasks.config.network_checks import STAGE as NETWORK
 from tasks.config.network_checks import network_problems
 from tasks.config.problems import Key, Problem, overlap
+from tasks.config.rollout_checks import rollout_problems
 from tasks.config.settings import PipelineSettings
 from tasks.config.stage_checks import stage_problems
 
@@ -35,13 +35,14 @@ class _Finding:
 
 
 def check_combinations(
-    settings: PipelineSettings, broken: Collection[Key] = (), *, import_code: bool = True
+    settings: PipelineSettings, broken: Collection[Key] = (), *, import_code: bool = True, ask_servers: bool = True
 ) -> list[Problem]:
     """Problems of combinations of settings.
 
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
         import_code: False: no code that the settings name by import path is imported, nor what rests on it checked.
+        ask_servers: False: an inference server of rollouts need not be there yet.
     """
     findings = [
         *_model(settings),
@@ -49,7 +50,7 @@ def check_combinations(
         *_sampling(settings),
         *_loops(settings),
         *_sinks(settings),
-        *_rollout_workers(settings),
+        *(_Finding(problem, (("model",),)) for problem in rollout_problems(settings, ask_servers)),
         *(_Finding(problem, ()) for problem in code_problems(settings, import_code)),
         *_environment(settings, import_code),
         *_rewards(settings, import_code),
@@ -147,35 +148,6 @@ def _sinks(settings: PipelineSettings) -> Iterator[_Finding]:
             check_installed(sink)
         except PosttrainError as error:
             yield _finding(("tracking", "sinks", index), str(error))
-
-
-def _rollout_workers(settings: PipelineSettings) -> Iterator[_Finding]:
-    """Ray is installed, its cluster answers, and its object store has room for the weights."""
-    policy = settings.stages.policy
-    if policy is None:
-        return
-    key: Key = (*POLICY, "rollouts")
-    if policy.rollouts.replay_schedule is not None:
-        from rl_core.rollout_workers.schedule_replay import read_schedule  # imports torch
-
-        try:
-            read_schedule(policy.rollouts.replay_schedule)
-        except PosttrainError as error:
-            yield _finding((*key, "replay_schedule"), str(error))
-        return
-    if policy.rollouts.workers == "in_process":
-        return
-    from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
-
-    try:
-        check_ray()
-        if policy.rollouts.address is not None:
-            check_address(policy.rollouts.address)
-        else:
-            check_store(weight_bytes(settings.model))
-    except PosttrainError as error:
-        name, _, text = str(error).rpartition("rollouts.")[2].partition(": ")
-        yield _finding((*key, name), text, ("model",))
 
 
 def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

@@ -18,7 +18,7 @@ from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, S
 from tasks.config.problems import Key, Problem, dotted
 from tasks.config.settings import PipelineSettings
 
-__all__ = ["context_of", "replaced", "resolve_files"]
+__all__ = ["context_of", "replaced", "resolve_files", "shape_of"]
 
 S = TypeVar("S", bound=Settings)
 
@@ -258,6 +258,14 @@ def context_of(model: ModelSettings) -> int | None:
             return _longest(model)
     length = config.get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
+
+
+def shape_of(model: ModelSettings) -> dict[str, int]:
+    """Vocabulary, width and depth of the model, as far as they are known without a download."""
+    config = (_model_config(model) if model.path is not None else None) or {}
+    config = config.get("text_config", config)
+    found = {name: config.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def _model_config(model: ModelSettings) -> dict[str, Any] | None:

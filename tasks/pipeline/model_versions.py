@@ -90,6 +90,8 @@ class ModelVersions:
             "base_model": self._settings.model.path or f"preset {self._settings.model.preset}",
             **self._tags,
         }
+        if sampler := summary.get("sampler"):
+            tags |= {f"rollouts.{key}": str(value) for key, value in sampler.items()}
         parent = self._start_of(stage)
         known = str(parent.summary.get("model_version") or "") if parent is not None else ""
         if known:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.rewards.contribution import Contribution
     from rl_core.rewards.learned import Scorer
+    from rl_core.rollout_workers.server_backend import ServerBackend
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
@@ -86,7 +87,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         context.tracker.log_metrics(extra, outcome.steps + 1)
         if rewards:
             context.tracker.set_tag("rewards", rewards)
+    sampled = {} if trainer.server is None else {"sampler": _sampler(trainer.server)}
     return {
+        **sampled,
         "steps": outcome.steps,
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
@@ -94,7 +97,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         "rewards": rewards,
         "metrics": {**recent_metrics(outcome.history), **outcome.metrics, **extra},
         "note": f"{outcome.ended}; "
-        f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
+        f"curriculum: {_curriculum_note(history, settings.curriculum)}"
+        + (f"; {rewards}" if rewards else "")
+        + (f"; rollouts by {trainer.server.description.words}" if trainer.server is not None else ""),
     }
 
 
@@ -109,14 +114,26 @@ def _scorer(context: StageContext) -> Scorer:
 
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
-    """Have lost workers told to the tracker, and the schedule of asynchronous rollouts kept."""
+    """Have lost workers told to the tracker, the schedule of asynchronous rollouts kept, and the server noted."""
     from rl_core.rollout_workers.stream import RolloutStream
 
+    if trainer.server is not None:
+        trainer.server.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
+        for name, value in _sampler(trainer.server).items():
+            context.tracker.set_tag(f"rollouts.{name}", value)
+        return
     workers = trainer.stream if isinstance(trainer.stream, RolloutStream) else trainer.team
     if workers is not None:
         workers.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
     if isinstance(workers, RolloutStream):
         workers.schedule = context.folder / SCHEDULE
+
+
+def _sampler(server: ServerBackend) -> dict[str, str]:
+    """The inference server that the rollouts come from, for the record."""
+    found = server.description
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(found.versions.items()))
+    return {"server": f"{found.words} at {server.server.address}", "server_versions": versions, "dtype": found.dtype}
 
 
 def evaluator(

@@ -8,6 +8,8 @@ known, else of the rate measured here. A rollout step has to read every weight o
 went before: "of the bound" is how much of the measured reading rate that makes. `generate` of transformers runs on the
 same model and prompts; TRL's SFT trainer on the same rows, where this Python has TRL. DIR/gpu.md and DIR/gpu.json.
 
+`--vllm PYTHON` runs GRPO with rollouts from vLLM instead, in the environment of that Python (see gpu_vllm.py).
+
 `--device cpu --size tiny` shows that the command works, and nothing else.
 """
 
@@ -16,11 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 import zlib
 from pathlib import Path
 
+import gpu_vllm
 import numpy as np
 import torch
 import transformers
@@ -118,6 +122,9 @@ def main():
     options = parse()
     options.output.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
+    if options.vllm is not None:
+        gpu_vllm.run_vllm(bench, options.vllm, options.output.resolve(), sys.modules[__name__])
+        return
     found = {"about": bench.about(), "limits": bench.limits}
     for name in options.parts:
         found[name] = getattr(bench, name)()
@@ -134,6 +141,7 @@ def parse():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["decode", "sft", "grpo", "trl_sft"])
+    parser.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment (deployments/vllm), or own: this one's")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --size tiny shows that the command works")

@@ -20,6 +20,8 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rl_core.rollout_workers.server_backend import ServerBackend
+
 __all__ = ["distillation", "policy_gradient"]
 
 
@@ -55,6 +57,7 @@ def policy_gradient(
         settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
     )
     rewards.check_columns(environment.columns)
+    server = _connect(policy, settings) if settings.rollouts.workers == "server" else None
     trainer = PolicyGradientTrainer(
         policy.model,
         reference,
@@ -63,7 +66,7 @@ def policy_gradient(
         settings,
         seed,
         rewards,
-        policy.backend(),
+        policy.backend() if server is None else server,
         evaluator=evaluator,
         record=record,
         process_group=process_group,
@@ -72,12 +75,26 @@ def policy_gradient(
     )
     best = best_metric if settings.patience is not None else None
     rollouts = settings.rollouts
+    if server is not None:
+        server.weights.is_exact = not trainer.optimizer_step.computes_in_bfloat16
+        trainer.server = server
+        return Recipe(trainer, settings.iterations, best, close=server.close)
     if rollouts.independent and isinstance(trainer.backend, Engine):
         trainer.backend.keep_apart()
     if rollouts.workers == "in_process" and rollouts.replay_schedule is None:
         return Recipe(trainer, settings.iterations, best)
     close = _employ(policy, trainer, make_environment or functools.partial(_same, environment))
     return Recipe(trainer, settings.iterations, best, close=close)
+
+
+def _connect(policy: Policy, settings: PolicySettings) -> ServerBackend:
+    """The inference server of the settings."""
+    from rl_core.rollout_workers.server_backend import ServerBackend
+
+    return ServerBackend(
+        policy.model, policy.tokenizer, settings.rollouts,
+        eos_ids=policy.renderer.eos_ids, max_length=policy.context, bound=settings.numerics.bound,
+    )  # fmt: skip
 
 
 def _employ(

@@ -154,6 +154,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         metrics |= rollout_metrics(played, with_success=self.environment.knows_success)
         rollouts = [rollout for group in played for rollout in group.rollouts]
         self._record_rollouts(rollouts)
+        if self.server is not None:
+            self.server.rest()
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
@@ -165,7 +167,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
         }
-        if (workers := self.stream or self.team) is not None:
+        if (workers := self.stream or self.team or self.server) is not None:
             metrics |= workers.metrics()
         self.iteration += 1
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere

@@ -126,6 +126,8 @@ def test_where_prefect_is(tmp_path):
         ('FATAL:  password authentication failed for user "me"', "check user and password"),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ModuleNotFoundError: No module named 'asyncpg'", "a package is missing"),
+        ("/opt/x/python: Error while finding module (No module named 'vllm')", "rollouts.server.python has no vLLM"),
+        ("ValueError: Free memory is less than desired GPU memory utilization (0.9)", "has the GPU's memory"),
     ],
 )  # fmt: skip
 def test_what_servers_print_has_a_next_step(printed, advice):

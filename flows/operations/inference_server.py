@@ -1,0 +1,83 @@
+"""vLLM among the servers of `posttrain up`: in an environment of its own, for the rollouts of one pipeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from flows.operations.services import ServiceSpec, ask, base_environment
+from rl_core.errors import SettingsError
+from rl_core.settings import RolloutSettings
+from tasks.config import PipelineSettings
+from tasks.shipped import shipped
+from tasks.tracking import is_registered_reference
+
+__all__ = ["check_startable", "inference_server"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def check_startable(settings: PipelineSettings) -> None:
+    """Raises: SettingsError where these settings do not say what to start, or where."""
+    rollouts = _rollouts(settings)
+    python = rollouts.server.python
+    if python is None:
+        raise SettingsError(
+            "--rollouts: stages.policy.rollouts.server.python is not set; make vLLM's environment "
+            "(deployments/vllm/README.md) and name its Python"
+        )
+    if not os.access(Path(python).expanduser(), os.X_OK):
+        raise SettingsError(f"--rollouts: stages.policy.rollouts.server.python: {python} is no program")
+    host = urlsplit(rollouts.base_url).hostname or ""
+    if host not in LOOPBACK:
+        raise SettingsError(
+            f"--rollouts: stages.policy.rollouts.address is on {host}; `posttrain up` starts it here alone"
+        )
+    model = settings.model.path
+    if model is None or is_registered_reference(model):
+        raise SettingsError(
+            f"--rollouts: model.path is {model or 'left out'}, and the server starts from a folder or a hub name; "
+            "name one"
+        )
+
+
+def inference_server(settings: PipelineSettings, output: Path, mlflow: str) -> list[ServiceSpec]:
+    """The server. `mlflow` is not used."""
+    rollouts, model = _rollouts(settings), settings.model
+    url, server = urlsplit(rollouts.base_url), rollouts.server
+    command = [
+        sys.executable, str(shipped("deployments") / "vllm" / "start.py"), "--python",
+        str(Path(str(server.python)).expanduser()), "--model", str(model.path), "--host", str(url.hostname), "--port",
+        str(url.port), "--dtype", model.dtype,
+    ]  # fmt: skip
+    if model.lora is not None and not (model.lora.dora or model.lora.modules_to_save):
+        command += ["--lora-rank", str(model.lora.rank)]
+    if server.sleeps:
+        command += ["--sleeps"]
+
+    def works() -> bool:
+        try:
+            ask(f"{rollouts.base_url}/health")
+        except (OSError, ValueError):
+            return False
+        return True
+
+    return [
+        ServiceSpec(
+            "rollouts", tuple(command), base_environment(output, "rollouts"), Path(output), rollouts.base_url, works,
+            "the config's stages.policy.rollouts.address", url.port,
+        )
+    ]  # fmt: skip
+
+
+def _rollouts(settings: PipelineSettings) -> RolloutSettings:
+    """Raises: SettingsError for a pipeline whose rollouts come from no server."""
+    policy = settings.stages.policy
+    if policy is None or policy.rollouts.workers != "server":
+        raise SettingsError(
+            "--rollouts: the pipeline samples no rollouts from a server; set stages.policy.rollouts: {workers: server, "
+            "address: 127.0.0.1:8000}"
+        )
+    return policy.rollouts

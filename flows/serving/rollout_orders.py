@@ -1,0 +1,215 @@
+"""A trainer's orders to the server: weights and adapters from folders, sleep. Taken where `serving.rollouts` is set."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import importlib.metadata
+import inspect
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from flows.serving.answering import Answering
+from flows.serving.chat_server import ChatServer
+from flows.serving.refused import RefusedRequest
+from flows.serving.served_model import ServedModel
+from rl_core.errors import PosttrainError
+from rl_core.models.causal_lm import load_pretrained
+from rl_core.rollout_workers.server_dialect import OWN, PROCESSED
+from rl_core.rollout_workers.weight_folders import folder_digest
+
+__all__ = ["RolloutOrders"]
+
+TAKEOVER_S = 120.0  # until new weights answer; requests that have begun end first
+ANY_RANK = 2**16
+_ASLEEP = "the server sleeps; POST /wake_up"
+
+
+class RolloutOrders:
+    """Weights of a server as a trainer orders them, one order after the other."""
+
+    def __init__(self, server: ChatServer) -> None:
+        self._server = server
+        self.instance = f"posttrain-{secrets.token_hex(8)}"  # of this process
+        self._lock = asyncio.Lock()
+        self._base: ServedModel | None = None  # as the server began
+        self._weights = ""  # digest of those that an order has loaded
+        self._adapter: str | None = None  # name of the one that answers
+        self._methods: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "posttrain_describe": self.describe, "posttrain_state": self.state,
+            "posttrain_load_weights": self.load_weights, "posttrain_read_weights": self.read_weights,
+        }  # fmt: skip
+
+    def check_name(self, name: str) -> None:
+        """Raises: RefusedRequest (404) for what is neither the model nor the adapter that answers."""
+        if name != self._adapter:
+            self._server.check_model(name)
+            if self._adapter is not None:
+                raise RefusedRequest(
+                    404, f"'{name[:200]}' answers no longer: the adapter '{self._adapter}' does", param="model",
+                    code="model_not_found",
+                )  # fmt: skip
+
+    async def take(self, method: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+        """Answer to an order. Raises: RefusedRequest (404, 409, 422, 503)."""
+        self.check_taken()
+        if method not in self._methods:
+            raise RefusedRequest(404, f"method: there is no '{method[:200]}'; known: {', '.join(self._methods)}")
+        try:
+            inspect.signature(self._methods[method]).bind(**arguments)
+        except TypeError as error:
+            raise RefusedRequest(422, f"kwargs: {error}", param="kwargs") from None
+        return await self.one_by_one(self._methods[method], **arguments)
+
+    async def one_by_one(self, order: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Result of an order, on a thread. Raises: RefusedRequest."""
+        self.check_taken()
+
+        def obey() -> Any:
+            try:
+                return order(*arguments, **options)
+            except PosttrainError as error:
+                raise RefusedRequest(422, str(error)) from None
+
+        async with self._lock:
+            return await self._server.wait_for(obey)
+
+    def check_taken(self) -> None:
+        """Raises: RefusedRequest (404) where orders are not taken, (503) before there is a model."""
+        if not self._server.settings.rollouts:
+            raise RefusedRequest(404, "orders of a trainer are not taken here; start with --set serving.rollouts=true")
+        if self._server.model is None:
+            raise RefusedRequest(503, self._server.waits_for, code="not_ready", retry_after=5)
+
+    # -- orders to the workers -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Process and weights."""
+        return {"instance": self.instance, "weights": self._weights}
+
+    def describe(self) -> dict[str, Any]:
+        """Model and abilities."""
+        served = self._start()
+        config = served.model.config.get_text_config()
+        names = ("vocab_size", "hidden_size", "num_hidden_layers")
+        return self.state() | {
+            "engine": OWN, "architecture": type(served.model).__name__, "context": served.context,
+            "shape": {name: int(getattr(config, name)) for name in names}, "dtype": str(served.model.dtype),
+            "logprobs": PROCESSED, "lora_rank": ANY_RANK, "sleeps": True,
+            "versions": {name: importlib.metadata.version(name) for name in ("posttrain", "torch", "transformers")},
+        }  # fmt: skip
+
+    def read_weights(self, folder: str) -> dict[str, Any]:
+        """Digest of a folder's tensors as this process reads them. Raises: RefusedRequest (422)."""
+        return {"digest": folder_digest(_checked(folder))}
+
+    def load_weights(self, folder: str) -> dict[str, Any]:
+        """Answer with the weights of a model folder from now on. Raises: RefusedRequest (422, 503); ModelError."""
+        from transformers import AutoModelForCausalLM
+
+        place, base = _checked(folder), self._start()
+        settings = dataclasses.replace(base.renderer.settings, path=None, lora=None)
+        model: Any = load_pretrained(AutoModelForCausalLM, place, settings)
+        model.to(base.model.device).requires_grad_(False).eval()
+        compared, differing = _compare(model, place)
+        digest = folder_digest(place)
+        self._publish(model)
+        self._weights, self._adapter = digest, None
+        return {"digest": digest, "compared": compared, "differing": differing}
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Answer with an adapter on the weights of the start from now on. Raises: RefusedRequest (400, 422, 503)."""
+        from peft import PeftModel
+
+        place, base = _checked(folder), self._start()
+        if name in (self._adapter, self._server.name):
+            raise RefusedRequest(400, f"lora_name: '{name}' is loaded already", param="lora_name")
+        try:
+            adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base.model), str(place))
+        except Exception as error:  # of peft: whatever is wrong with the files
+            raise RefusedRequest(422, f"lora_path: {type(error).__name__}: {str(error)[:300]}") from None
+        self._publish(adapted.to(base.model.dtype).requires_grad_(False).eval())
+        self._weights, self._adapter = "", name
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; where it answers, the weights of the start do again. Raises: RefusedRequest (404)."""
+        if name != self._adapter:
+            raise RefusedRequest(404, f"lora_name: '{name[:200]}' is not loaded", param="lora_name")
+        self._publish(self._start().model)
+        self._weights, self._adapter = "", None
+
+    # -- sleep ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_asleep(self) -> bool:
+        """True = memory of the engine is given up."""
+        return self._server.model is not None and self._server.answering is None
+
+    def sleep(self) -> None:
+        """Give up the engine's memory; requests are refused until `wake`."""
+        if not self.is_asleep and self._server.answering is not None:
+            self._start()
+            answering, self._server.answering = self._server.answering, None
+            self._server.waits_for = _ASLEEP
+            answering.close()
+
+    def wake(self) -> None:
+        """Inverse of `sleep`."""
+        if self.is_asleep:
+            assert self._server.model is not None
+            self._server.answering = Answering(self._server.model, self._server.settings)
+
+    def _start(self) -> ServedModel:
+        """The model as the server began."""
+        if self._base is None:
+            assert self._server.model is not None
+            self._base = self._server.model
+        return self._base
+
+    def _publish(self, model: Any) -> None:
+        """Have a model answer. Raises: RefusedRequest (503) where it does not within TAKEOVER_S."""
+        base, now = self._start(), self._server.model
+        assert now is not None
+        served = ServedModel(model, base.renderer, now.version + 1, base.context, base.base)
+        answering = self._server.answering
+        if answering is None:  # asleep
+            self._server.model = served
+            return
+        if not self._server.publish(served):
+            raise RefusedRequest(422, "the weights are of a model that reads and writes other tokens")
+        end = time.monotonic() + TAKEOVER_S
+        while answering.loop.state.policy_version != served.version:
+            if time.monotonic() > end or not answering.is_alive:
+                raise RefusedRequest(503, "the weights were not taken over; the server's log says why")
+            time.sleep(0.002)
+
+
+def _checked(folder: str) -> Path:
+    """Folder of safetensors files. Raises: RefusedRequest (422)."""
+    place = Path(folder)
+    if not place.is_absolute() or not any(place.glob("*.safetensors")):
+        raise RefusedRequest(422, f"folder: {folder[:500]} is no folder of *.safetensors that this server can read")
+    return place
+
+
+def _compare(model: Any, folder: Path) -> tuple[int, list[str]]:
+    """Tensors of a folder that the model has by name and shape, and the names of those that it holds other bits of."""
+    own, compared, differing = model.state_dict(), 0, []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                sent = tensors.get_tensor(name)
+                if name in own and own[name].shape == sent.shape:
+                    compared += 1
+                    if not torch.equal(own[name].cpu(), sent.to(own[name].dtype)):
+                        differing.append(name)
+    return compared, differing

@@ -1,0 +1,153 @@
+"""JSON over kept-alive HTTP connections to one server, from any number of threads; all can be cut at once."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_core.errors import BackendError
+
+__all__ = ["JsonConnections", "ServerAway", "ServerRefusal", "StaleAnswer"]
+
+MAX_ANSWER = 256 * 2**20  # bytes
+_AWAY = (408, 425, 502, 503, 504)  # the request may be answered later
+_STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError, http.client.CannotSendRequest)
+
+
+class ServerAway(BackendError):
+    """A request was not answered: no connection, a broken one, or a server that says it is not ready."""
+
+
+class StaleAnswer(ServerAway):
+    """A request was answered by another process than the one that has the weights."""
+
+
+class ServerRefusal(BackendError):
+    """A request was answered by an error; `status` is that of the answer, `retry_after` in seconds (0 = not said)."""
+
+    def __init__(self, message: str, status: int, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+class JsonConnections:
+    """Requests to one server. Any thread; redirections and proxies are not followed."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
+        """`base_url`: scheme, host and port. Nothing is sent yet."""
+        self.base_url = base_url.rstrip("/")
+        parts = urlsplit(self.base_url)
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname or "", parts.port
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+
+    def get(self, path: str, timeout_s: float) -> Any:
+        """Decoded answer to a GET. Raises: as `post`."""
+        return self._ask("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Any, timeout_s: float) -> Any:
+        """Decoded answer to a POST of JSON; None for an empty one.
+
+        Raises: ServerAway without an answer within `timeout_s` between two parts of it; ServerRefusal for an error.
+        """
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def close(self) -> None:
+        """Cut all connections: requests that wait for an answer fail at once."""
+        with self._lock:
+            idle, busy, self._idle = self._idle, list(self._busy), []
+        for connection in idle:
+            connection.close()
+        for connection in busy:
+            with contextlib.suppress(OSError):
+                if connection.sock is not None:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+        while True:
+            connection, is_used = self._take()
+            try:
+                answer, data = self._once(connection, method, path, body, timeout_s)
+            except (OSError, http.client.HTTPException) as error:
+                self._give_back(connection, is_open=False)
+                if is_used and isinstance(error, _STALE):  # the server closed it while it was idle
+                    continue
+                raise ServerAway(f"{self.base_url}{path}: {_words(error)}") from error
+            except BaseException:
+                self._give_back(connection, is_open=False)
+                raise
+            self._give_back(connection, is_open=not answer.will_close)
+            return self._read(path, answer, data)
+
+    def _once(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        connection.timeout = timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        connection.request(method, path, body, self._headers)
+        answer = connection.getresponse()
+        data = answer.read(MAX_ANSWER + 1)
+        if len(data) > MAX_ANSWER:
+            raise OSError(f"the answer is longer than {MAX_ANSWER // 2**20} MiB")
+        return answer, data
+
+    def _read(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:
+        """Content of an answer. Raises: ServerAway, ServerRefusal."""
+        if answer.status >= 300:
+            self._refuse(path, answer, data)
+        if not data.strip():
+            return None
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return data.decode(errors="replace")
+
+    def _refuse(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> None:
+        text = " ".join(_message(data).split())[:500]
+        problem = f"{self.base_url}{path}: {answer.status} {answer.reason}" + (f": {text}" if text else "")
+        if answer.status in _AWAY:
+            raise ServerAway(problem)
+        wait = answer.getheader("Retry-After", "")
+        raise ServerRefusal(problem, answer.status, float(wait) if wait.isdigit() else 0.0)
+
+    def _take(self) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection for one request; True = it has served others before."""
+        with self._lock:
+            is_used = bool(self._idle)
+            connection = self._idle.pop() if is_used else self._kind(self._host, self._port)
+            self._busy.add(connection)
+        return connection, is_used
+
+    def _give_back(self, connection: http.client.HTTPConnection, *, is_open: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if is_open and connection.sock is not None:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _message(data: bytes) -> str:
+    """Text of an error: the dialect's {"error": {"message"}}, FastAPI's {"detail"}, or as it stands."""
+    text = data.decode(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+        told = json.loads(text)
+        found = told.get("error", told.get("detail", text))
+        return str(found.get("message", found) if isinstance(found, dict) else found)
+    return text
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

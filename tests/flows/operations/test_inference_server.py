@@ -1,0 +1,96 @@
+"""vLLM among the servers of `posttrain up`: what is started, and what is refused before anything is."""
+
+import os
+import stat
+import subprocess
+
+import pytest
+from helpers.serving import make_folder_of_model
+
+from flows.cli.parser import build_parser
+from flows.cli.service_commands import _to_sample
+from flows.operations.inference_server import check_startable
+from rl_core.errors import SettingsError
+from tasks.config import ConfigError, load
+
+CONFIG = """
+name: served
+model: {{path: {model}{more}}}
+stages:
+  prepare_data: {{}}
+  policy:
+    rollouts: {{workers: server, address: "{address}", server: {{{server}}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_folder_of_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A program in the place of vLLM's Python: writes down what it was started with."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$VLLM_SERVER_DEV_MODE $POSTTRAIN_INSTANCE $@" > {tmp_path}/started\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+def config(tmp_path, model, python, *, address="127.0.0.1:8123", more="", server=""):
+    path = tmp_path / "served.yaml"
+    server = ", ".join(filter(None, [f"python: {python}" if python else "", server]))
+    path.write_text(CONFIG.format(model=model, address=address, more=more, server=server))
+    return path
+
+
+def test_what_is_started(tmp_path, model, python):
+    path = config(tmp_path, model, python, more=", lora: {rank: 12}, dtype: bfloat16", server="sleeps: true")
+    more = []
+    arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--output", str(tmp_path / "out")])
+    assert _to_sample(arguments, more) == str(path)
+    (spec,) = more[0](tmp_path / "out", "http://mlflow")
+    assert (spec.name, spec.port, spec.url) == ("rollouts", 8123, "http://127.0.0.1:8123") and not spec.works()
+    done = subprocess.run(spec.command, env={**os.environ, **spec.environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    mode, instance, *command = (tmp_path / "started").read_text().split()
+    assert mode == "1" and instance.startswith("vllm-")
+    text = " ".join(command)
+    assert f"serve {model} --served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16" in text
+    assert "--max-lora-rank 16" in text and "--enable-sleep-mode" in text and f"--fingerprint-value {instance}" in text
+
+
+def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
+    path = config(tmp_path, model, python, address="127.0.0.1:9")
+    load(path, ask_servers=False)
+    with pytest.raises(
+        ConfigError, match=r"served.yaml:7: stages.policy.rollouts.address: no inference server answers"
+    ):
+        load(path)
+
+
+def test_a_quantised_base_is_another_model(tmp_path, model, python):
+    path = config(tmp_path, model, python, more=", lora: {rank: 4, quantize: nf4}")
+    with pytest.raises(
+        ConfigError, match=r"stages.policy.rollouts.workers: a server samples from the base model as it is"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"python": None}, "rollouts.server.python is not set"),
+        ({"python": "/nowhere/python"}, "/nowhere/python is no program"),
+        ({"address": "gpu.example:8000"}, "address is on gpu.example"),
+    ],
+)
+def test_what_cannot_be_started(tmp_path, model, python, change, message):
+    path = config(tmp_path, model, **{"python": python, **change})
+    with pytest.raises(SettingsError, match=message):
+        check_startable(load(path, ask_servers=False))
+
+
+def test_a_pipeline_without_a_server(tmp_path):
+    with pytest.raises(SettingsError, match="samples no rollouts from a server"):
+        check_startable(load("demo"))

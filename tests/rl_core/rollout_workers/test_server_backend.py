@@ -1,0 +1,385 @@
+"""Rollouts from vLLM, against a stand-in with the answers of vLLM 0.30.0; its extension and its start command."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from helpers.letters import weights
+from helpers.rollout_server import sampled, server_settings
+from helpers.vllm_stand_in import INSTANCE, make_worker, vllm_stand_in
+from helpers.worker_cluster import compiled_model, letters_trainer
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import BackendError, SamplerMismatch, SettingsError
+from rl_core.models.causal_lm import save_weights
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.lora import add_adapter
+from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
+from rl_core.rollout_workers.weight_folders import folder_digest
+from rl_core.rollouts.batching import make_batches, train_row
+from rl_core.settings import (
+    LoraSettings,
+    NumericsGateSettings,
+    RolloutServerSettings,
+    RolloutSettings,
+    SamplingSettings,
+)
+from rl_core.storage.session_folders import WEIGHTS_PREFIX, SessionFolder, reap_session_folders
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+@pytest.fixture
+def server(tokenizer):
+    with vllm_stand_in(compiled_model(tokenizer), tokenizer) as running:
+        yield running
+
+
+def with_vllm(trainer, server, **options):
+    backend = ServerBackend(
+        trainer.policy, trainer.renderer.tokenizer, server_settings(server.url, key_variable=None, **options),
+        eos_ids=range(0, trainer.policy.config.vocab_size, 2), max_length=32,
+    )  # fmt: skip
+    trainer.backend = trainer.server = trainer._numerics.backend = backend
+    return trainer
+
+
+def test_a_run_on_vllm(tokenizer, server):
+    """Every token's log-prob is the trainer's, at the temperature; every update travels, and each is proven."""
+    sampling = SamplingSettings(max_completion_tokens=4, temperature=0.8)
+    numerics = NumericsGateSettings(every=0)  # else the first update travels at once
+    trainer = with_vllm(letters_trainer(tokenizer, sampling=sampling, numerics=numerics), server)
+    for _ in range(2):
+        policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
+        metrics = trainer.step()
+        assert metrics["policy/server_difference"] < 1e-4 and metrics["policy/sampler_difference_max"] < 1e-4
+        for name, tensor in server.model.state_dict().items():  # what it sampled from: the weights before the update
+            torch.testing.assert_close(tensor, policy[name], atol=0, rtol=0)
+    bodies = [body for path, body in server.asked if path == "/v1/completions"]
+    rollouts = bodies[-36:]
+    assert len({body["seed"] for body in rollouts}) == 36
+    assert all(body["ignore_eos"] and body["stop_token_ids"] == list(range(0, len(tokenizer), 2)) for body in rollouts)
+    assert all(body["temperature"] == 0.8 and body["logprobs"] == 0 and body["return_token_ids"] for body in rollouts)
+    orders = [body["method"] for path, body in server.asked if path == "/collective_rpc"]
+    assert orders.count("posttrain_load_weights") == 2
+    assert sum(path == "/reset_prefix_cache" for path, _ in server.asked) == 2
+    trainer.server.close()
+
+
+def test_the_same_seeds_give_the_same_run(tokenizer):
+    runs = []
+    for _ in range(2):
+        with vllm_stand_in(compiled_model(tokenizer), tokenizer) as server:
+            trainer = with_vllm(letters_trainer(tokenizer), server)
+            trainer.step()
+            runs.append((sampled(trainer), weights(trainer).numpy().tobytes()))
+    assert runs[0] == runs[1]
+    seeds = {_seed_of_turn(seed, drawn) for seed in (0, 1, 2**127) for drawn in (0, 1, 7)}
+    assert len(seeds) == 9 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_log_probs_are_those_of_the_trainers_forward_pass(tokenizer, server):
+    trainer = with_vllm(letters_trainer(tokenizer, sampling=SamplingSettings(max_completion_tokens=5)), server)
+    groups = trainer._play(
+        trainer._draw_episodes(np.random.default_rng(0), 4),
+        group_size=3, sampling=trainer.settings.sampling, purpose=("rollouts", 0),
+    )  # fmt: skip
+    for group in groups:
+        for rollout in group.rollouts:
+            (batch,) = make_batches([train_row(rollout)], 100, 0)
+            with torch.no_grad():
+                logprobs = completion_logprobs(trainer.policy, batch)[0][batch.loss_mask_BS]
+            np.testing.assert_allclose(rollout.sampler_logprobs, logprobs.numpy(), atol=1e-4)
+
+
+def test_an_adapter_for_each_version(tokenizer, server):
+    model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4, alpha=8.0))
+    trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
+    trainer.step(), trainer.step()
+    orders = [(path, body["lora_name"]) for path, body in server.asked if "lora_adapter" in path]
+    names = [name for path, name in orders if path == "/v1/load_lora_adapter"]
+    assert len(names) == 2 and ("/v1/unload_lora_adapter", names[0]) in orders and list(server.adapters) == [names[1]]
+    rank = LoraSettings(rank=32)
+    wide = letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), rank))
+    with pytest.raises(SettingsError, match=r"takes adapters up to rank 16, and model.lora.rank is 32"):
+        with_vllm(wide, server)
+    trainer.server.close()
+    assert not server.adapters
+
+
+def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer.step()
+    model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
+    late = with_vllm(letters_trainer(tokenizer, model=model), server)
+    with pytest.raises(SettingsError, match=r"holds whole weights of an earlier run .* start it again"):
+        late.step()
+
+
+def test_sleep_around_updates(tokenizer, server):
+    trainer = with_vllm(letters_trainer(tokenizer), server, sleeps=True)
+    trainer.step(), trainer.step()
+    orders = [path for path, _ in server.asked if path in ("/sleep?level=1", "/wake_up")]
+    assert orders == ["/sleep?level=1", "/wake_up", "/sleep?level=1", "/wake_up"] or orders[-1] == "/sleep?level=1"
+    assert server.is_asleep
+
+
+def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
+    server.is_asleep = True
+    with_vllm(letters_trainer(tokenizer), server).step()
+    assert not server.is_asleep
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, and 0.30.0 is accepted"),
+        ({}, {"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are not of the distribution"),
+        ({}, {"extension": False}, "start vLLM with deployments/vllm/start.py"),
+        ({}, {"model": 600}, "of 600 tokens, and the policy has 267"),
+    ],
+)
+def test_servers_that_are_not_ours(tokenizer, change, options, message):
+    vocabulary = options.pop("model", None)
+    model = compiled_model(tokenizer) if vocabulary is None else compiled_model(range_of(tokenizer, vocabulary))
+    extension = options.pop("extension", True)
+    with vllm_stand_in(model, tokenizer, **options) as server:
+        for name, value in change.items():
+            setattr(server, name, value)
+        if not extension:
+            server.worker = object()
+        with pytest.raises(SettingsError, match=message) as caught:
+            with_vllm(letters_trainer(tokenizer), server)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith("rollouts.")
+
+
+class range_of:  # noqa: N801  # a tokenizer's size alone
+    def __init__(self, tokenizer, size):
+        self.pad_token_id, self.size = tokenizer.pad_token_id, size
+
+    def __len__(self):
+        return self.size
+
+
+def test_another_version_by_setting(tokenizer, server):
+    server.version = "0.31.0"
+    assert with_vllm(letters_trainer(tokenizer), server, version="0.31.0").server.description.version == "0.31.0"
+
+
+def test_a_server_that_does_not_say_who_answers(tokenizer, server):
+    """Started by hand with our workers, and vLLM's usual fingerprint."""
+    server.instance = "vllm-0.30.0-0a1b2c3d"
+    with pytest.raises(SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"):
+        with_vllm(letters_trainer(tokenizer), server).step()
+
+
+def choice_of(change):
+    """An answer of /v1/completions that differs."""
+
+    def before(server, path, body):
+        if path != "/v1/completions":
+            return None
+        status, answer = server._complete(body)
+        change(answer)
+        return status, answer
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a: a["choices"][0].pop("token_ids"), BackendError, "has no token_ids"),
+        (lambda a: a["choices"][0]["prompt_token_ids"].insert(0, 1), BackendError, "read another prompt"),
+        (lambda a: a["choices"][0]["token_ids"].append(10**6), BackendError, "log-probs for"),
+        (
+            lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-1.5] * len(a["choices"][0]["token_ids"])),
+            SamplerMismatch,
+            r"differ by up to \d",
+        ),
+        (
+            lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])),
+            SamplerMismatch,
+            "differ by up to inf",
+        ),
+    ],
+)
+def test_answers_that_are_none(tokenizer, server, change, error, message):
+    server.before = lambda path, body: choice_of(change)(server, path, body)
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    with pytest.raises(error, match=message) as caught:
+        trainer.step()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_the_server_does_not_see(tokenizer, server):
+    server.before = lambda path, body: (
+        server._rpc({**body, "kwargs": {"folder": "/elsewhere"}})
+        if path == "/collective_rpc" and body["method"] == "posttrain_load_weights"
+        else None
+    )
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    with pytest.raises(BackendError, match=r"/elsewhere holds no .* under the same path \(rollouts.server.folder\)"):
+        trainer.step()
+
+
+def test_an_update_that_was_not_taken_over(tokenizer, server):
+    server.worker.reload_weights = lambda weights_iterator: [None for _ in weights_iterator]
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    with torch.no_grad():
+        trainer.policy.model.norm.weight.mul_(2.0)
+    with pytest.raises(SamplerMismatch, match=r"1 are not what was sent, first model.norm.weight"):
+        trainer.step()
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_a_server_that_was_started_again(tokenizer, server):
+    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start."""
+    trainer = with_vllm(letters_trainer(tokenizer), server, patience_s=5.0)
+    trainer.step()
+    with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
+        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other.step(), other.step()
+    count = len(server.asked)
+
+    def restarted(path, body):
+        if len(server.asked) == count + 20:
+            server.instance = "vllm-another"
+            server.worker = make_worker(server.model)
+            server.model.load_state_dict(compiled_model(tokenizer).state_dict())
+        if path == "/collective_rpc" and server.instance != INSTANCE:
+            status, answer = server._rpc(body)
+            [result] = answer["results"]
+            return status, {"results": [result | ({"instance": server.instance} if "instance" in result else {})]}
+        return None
+
+    server.before = restarted
+    assert trainer.step()["perf/server_recoveries"] == 1.0
+    assert sampled(trainer) == sampled(other)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_losses_are_bounded(tokenizer, server, status):
+    """A server that answers questions, and never a request for tokens: nine times, then one error."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer.step()
+    server.before = lambda path, body: (status, {"error": {"message": "EngineDeadError", "code": status}}) if (
+        path == "/v1/completions" and body["max_tokens"] == 3
+    ) else None  # fmt: skip
+    with pytest.raises(BackendError, match="9 times within one collection; the same command resumes") as caught:
+        trainer.step()
+    assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------- extension and command
+
+
+def test_the_extension_digests_as_the_trainer_does(tokenizer, tmp_path):
+    model = compiled_model(tokenizer)
+    worker = make_worker(compiled_model(tokenizer))
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        save_weights(model.to(dtype), folder)
+        assert worker.posttrain_read_weights(str(folder))["digest"] == folder_digest(folder)
+    loaded = worker.posttrain_load_weights(str(tmp_path / "torch.bfloat16"))
+    assert loaded["digest"] == folder_digest(tmp_path / "torch.bfloat16") == worker.posttrain_state()["weights"]
+    assert loaded["compared"] > 10 and loaded["differing"] == []
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        worker.posttrain_load_weights(str(tmp_path / "nothing"))
+    assert worker.posttrain_state()["weights"] == "being loaded"
+
+
+def start(*arguments):
+    command = [sys.executable, str(ROOT / "deployments/vllm/start.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_start_command(tmp_path):
+    done = start(
+        "--python", "env/python", "--model", "base", "--lora-rank", 20, "--sleeps", "--print", "--", "--x", "y z"
+    )
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        "env/python -m vllm.entrypoints.cli.main serve base",
+        "--logprobs-mode processed_logprobs", "--worker-extension-cls posttrain_worker.PosttrainWorker",
+        "--host 127.0.0.1", "--max-lora-rank 32", "--enable-sleep-mode", "--x 'y z'", "--fingerprint-mode custom",
+    ):  # fmt: skip
+        assert part in done.stdout, part
+    instance = done.stdout.partition("POSTTRAIN_INSTANCE=")[2].split()[0]
+    assert f"--fingerprint-value {instance}" in done.stdout
+    assert "is no program" in start("--python", tmp_path / "none", "--model", "base").stderr
+    assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
+
+
+def test_what_was_resolved_for_vllm_computes_as_ours():
+    def pins(path):
+        lines = (ROOT / path).read_text().splitlines()
+        return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+    theirs, ours, asked = (
+        pins(f"{path}.txt") for path in ("deployments/vllm/constraints", "constraints", "deployments/vllm/requirements")
+    )  # fmt: skip
+    assert all(theirs[name] == asked[name] for name in asked)
+    assert {name: theirs[name] for name in ("torch", "transformers", "safetensors")} == {
+        name: ours[name] for name in ("torch", "transformers", "safetensors")
+    }
+    assert asked["vllm"] == RolloutServerSettings().version
+    assert theirs["fastapi"] != ours["fastapi"] and "vllm" not in ours
+
+
+def test_nothing_of_a_killed_run_stays(tmp_path):
+    killed, alive = SessionFolder(WEIGHTS_PREFIX, tmp_path), SessionFolder(WEIGHTS_PREFIX, tmp_path)
+    killed.abandon()
+    assert reap_session_folders(WEIGHTS_PREFIX, tmp_path) == [killed.path.name]
+    assert alive.path.is_dir()
+    alive.close()
+
+
+def test_one_process_imports_nothing_of_it():
+    program = (
+        "import sys; import rl_core.api.recipes.policy_gradient; from rl_core.settings import PolicySettings; "
+        "PolicySettings(); print(*[n for n in sys.modules if 'rollout_workers.server' in n or 'http_conn' in n])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": "server"}, "address: workers: server needs host:port"),
+        ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
+        ({"workers": "server", "address": "a:1", "independent": True}, "independent: is of the rollout engine"),
+        (
+            {"workers": "server", "address": "a:1", "max_staleness": 1},
+            "max_staleness: 1 needs workers that play during",
+        ),
+        (
+            {"server": RolloutServerSettings(sleeps=True)},
+            "server: is of an inference server, and workers is in_process",
+        ),
+    ],
+)
+def test_settings_of_a_server(options, message):
+    with pytest.raises(SettingsError, match=message):
+        RolloutSettings(**options)
+
+
+def test_addresses():
+    for address, url in (
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"), ("[::1]:8", "http://[::1]:8"),
+    ):  # fmt: skip
+        assert RolloutSettings(workers="server", address=address).base_url == url

@@ -1,0 +1,101 @@
+"""The stage `policy` on an inference server: the run of one process, its server in the record, a kill and a resume."""
+
+import pytest
+import torch
+from helpers.policy_stage import context_of, save_base
+from helpers.rollout_server import KEY
+from helpers.serving import TOKEN, running_server
+from safetensors.torch import load_file
+
+from rl_core.errors import BackendError
+from tasks.config import ConfigError
+from tasks.pipeline.model_versions import ModelVersions
+from tasks.stages import policy
+
+OPTIONS = {"rewards": {"task": 1.0, "length": 0.1}, "iterations": 3, "checkpoint_every": 1}
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY, TOKEN)
+    return save_base(tmp_path / "base")
+
+
+def served(url, **options):
+    return {
+        "workers": "server", "address": url.removeprefix("http://"),
+        "server": {"key_variable": KEY, "patience_s": 0.2, **options},
+    }  # fmt: skip
+
+
+def run(base, folder, rollouts):
+    context = context_of(base, folder, rollouts=rollouts, **OPTIONS)
+    summary = policy._body(context)
+    return context, summary, load_file(folder / "model" / "model.safetensors")
+
+
+def close(ours, theirs):
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0)
+
+
+def test_the_stage_on_a_server(base, tmp_path):
+    _, _, alone = run(base, tmp_path / "alone", {"independent": True})
+    with running_server(tmp_path / "server", base, rollouts=True, context=128, slots=16) as server:
+        context, summary, weights = run(base, tmp_path / "served", served(server.url))
+    close(weights, alone)
+    assert context.tracker.tags["rollouts.server"].startswith("posttrain ")
+    assert "torch 2." in context.tracker.tags["rollouts.server_versions"]
+    assert summary["sampler"]["server"] in context.tracker.tags["rollouts.server"]
+    assert "rollouts by posttrain" in summary["note"]
+    rows = [row for _, row in context.tracker.metrics if "policy/server_difference" in row]
+    assert len(rows) == 3 and max(row["policy/server_difference"] for row in rows) < 1e-4
+    assert not list((tmp_path / "served").rglob("posttrain-weights-*"))
+
+
+def test_the_server_is_in_the_versions_tags(base, tmp_path, monkeypatch):
+    tags = {}
+
+    class Tracker:
+        def log_model(self, folder, kind, name, **more):
+            tags.update(more["tags"])
+
+    versions = object.__new__(ModelVersions)
+    versions._settings, versions._tags, versions.name, versions._base = (
+        context_of(base, tmp_path / "x").pipeline,
+        {},
+        "t",
+        "",
+    )
+    monkeypatch.setattr(ModelVersions, "_start_of", lambda self, stage: None)
+    versions.register(Tracker(), base, "policy", {"sampler": {"server": "vllm 0.30.0 at a:1", "dtype": "bfloat16"}})
+    assert tags["rollouts.server"] == "vllm 0.30.0 at a:1" and tags["rollouts.dtype"] == "bfloat16"
+
+
+def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(base, tmp_path, monkeypatch):
+    _, _, alone = run(base, tmp_path / "alone", {"independent": True})
+    folder = tmp_path / "served"
+    with running_server(tmp_path / "server", base, rollouts=True, context=128, slots=16) as server:
+        context = context_of(base, folder, rollouts=served(server.url), **OPTIONS)
+        update, iterations = policy.RewardRecord.__call__, []
+
+        def killed(record, iteration, rollouts):
+            update(record, iteration, rollouts)
+            iterations.append(iteration)
+            if iteration == 1:
+                server.web.should_exit = True
+                server._thread.join(20)
+
+        monkeypatch.setattr(policy.RewardRecord, "__call__", killed)
+        with pytest.raises(BackendError, match=r"does not answer for 0.2 s .* the same command resumes"):
+            policy._body(context)
+        assert iterations == [0, 1] and "was lost" in context.tracker.tags["rollouts.lost"]
+    with pytest.raises(ConfigError, match="no inference server answers"):
+        context_of(base, tmp_path / "refused", rollouts=served(server.url), **OPTIONS)
+    with running_server(tmp_path / "another", base, rollouts=True, context=128, slots=16) as another:
+        resumed = context_of(base, tmp_path / "resumed", rollouts=served(another.url), **OPTIONS)
+        (folder / "checkpoints").rename(tmp_path / "resumed" / "checkpoints")
+        resumed = type(resumed)(**{**vars(resumed), "folder": tmp_path / "resumed"})
+        policy._body(resumed)
+    close(load_file(tmp_path / "resumed" / "model" / "model.safetensors"), alone)
+    assert iterations[2:] == [2]
