@@ -210,7 +210,7 @@ class _EngineRun:
         return until if until > now + _TINY else None
 
     def join(self, now: float, version: int) -> int:
-        """Begin queued sequences in free slots, and go on with those whose tools have answered; returns their number."""
+        """Begin queued sequences in free slots, go on with those whose tools have answered; returns their number."""
         joined = 0
         while self.queue and self._free:
             sequence = self.queue.popleft()

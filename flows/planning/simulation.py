@@ -144,7 +144,8 @@ class _SimulatedTrainer:
     def train_in_turns(self) -> Iterator[Any]:
         """As RolloutTeam: weights to everybody, tasks to whoever is free, then the update."""
         layout, rates = self.layout, self.world.rates
-        for self.iteration in range(self.iterations):
+        for iteration in range(self.iterations):
+            self.iteration = iteration
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
@@ -171,7 +172,8 @@ class _SimulatedTrainer:
         layout, rates = self.layout, self.world.rates
         for worker in self.workers:
             self.env.process(worker.work())
-        for self.iteration in range(self.iterations):
+        for iteration in range(self.iterations):
+            self.iteration = iteration
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
