@@ -21,7 +21,8 @@ def busy_cores(seconds=0.5):
     """Cores of this machine that others keep busy, before anything of ours runs."""
 
     def read():
-        fields = [int(text) for text in open("/proc/stat").readline().split()[1:]]
+        with open("/proc/stat") as file:
+            fields = [int(text) for text in file.readline().split()[1:]]
         return sum(fields) - fields[3] - fields[4]
 
     before = read()
@@ -40,6 +41,7 @@ def layout_of(options):
 def steps(options):
     """Iterations after the warm-up, for `seconds`; at least `least`."""
     from asynchrony.slow_tools import make_trainer
+    from rl_core.timing import collected
 
     began = time.monotonic()
     more = {"sampling": {"rejoin": options.get("rejoin", "together")}, **options.get("trainer", {})}
@@ -50,7 +52,9 @@ def steps(options):
             trainer.step()
         start = time.monotonic()
         while time.monotonic() - start < options["seconds"] or len(rows) < options.get("least", 4):
-            rows.append(trainer.step())
+            with collected() as seconds:
+                row = trainer.step()
+            rows.append(row | {f"perf/{name}_seconds": value for name, value in seconds.items()})
             ends.append(time.monotonic() - start)
     finally:
         close()
@@ -106,9 +110,10 @@ def learning(options):
     from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, on_ray
 
     rollouts = on_ray(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+    task = SlowTools(options["mean"], 3, noise=0.0)
     trainer, close = make_trainer(
-        rollouts, seed=options["seed"], learning_rate=options["learning_rate"],
-        importance="token", environment=SlowTools(options["mean"], 3, noise=0.0), prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6,
+        rollouts, seed=options["seed"], learning_rate=options["learning_rate"], importance="token", environment=task,
+        prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6,
     )  # fmt: skip
     found = []
     try:
