@@ -55,7 +55,7 @@ def _layout(settings: PipelineSettings, arguments: argparse.Namespace) -> Cluste
         raise SettingsError("plan: the configuration has no stage policy, whose rollouts would be simulated")
     return ClusterLayout(
         prompts=stage.prompts_per_iteration, group_size=stage.group_size, slots=stage.sampling.slots,
-        partial=stage.rollouts.partial, rejoin=stage.sampling.rejoin, refill=arguments.refill, cores=arguments.cores,
+        partial=stage.rollouts.partial, rejoin=stage.sampling.rejoin, cores=arguments.cores,
     )  # fmt: skip
 
 

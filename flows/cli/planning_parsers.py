@@ -37,9 +37,6 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--cores", type=positive, metavar="N", help="cores that all processes share (default: no limit)"
     )
-    parser.add_argument(
-        "--refill", action="store_true", help="free slots of a worker take the next groups at once, as servers do"
-    )
     parser.add_argument("--iterations", type=positive, default=12, metavar="N", help="simulated (default: 12)")
     add_json(parser)
 

@@ -54,9 +54,7 @@ class ClusterLayout:
     partial: Literal["keep", "drop"] = "keep"
     rejoin: Literal["together", "ready"] = "ready"  # of synchronous rollouts; asynchronous ones are always ready
     tasks_each: int = 2  # of a synchronous collection, for each of several workers
-    refill: bool = (
-        False  # asynchronous: free slots take the next groups at once, not when a run of the engine has ended
-    )
+    refill: bool = True  # asynchronous: free slots take the next groups; False = when all of a run have ended
     shares_gpus: bool = False  # synchronous: workers and trainers are the same GPUs, which change their work
     cores: int | None = None  # that all processes share; None = each has its own machine
 

@@ -137,7 +137,6 @@ class RolloutStream(RolloutTeam):
     def _hand_out(self, ahead: int, sampling: SamplingSettings) -> None:
         """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more."""
         most = math.ceil(ahead * (self._bound + 1) / len(self._seats))
-        at_once = max(1, math.ceil(ahead / len(self._seats)))
         loads = {seat.number: 0 for seat in self._seats}
         for _, seat in self._playing.values():
             loads[seat.number] += 1
@@ -149,7 +148,7 @@ class RolloutStream(RolloutTeam):
         for seat in list(self._seats):
             if given[seat.number]:
                 self._playing |= {ticket.number: (ticket, seat) for ticket in given[seat.number]}
-                self._ask(seat, "begin", given[seat.number], sampling, at_once, self.settings.partial)
+                self._ask(seat, "begin", given[seat.number], sampling, most, self.settings.partial)
 
     def _poll(self) -> None:
         """Ask every worker for what it has finished, and verify the weights that it did so with."""

@@ -64,30 +64,30 @@ def weights_of(trainer):
 
 
 class Killer(threading.Thread):
-    """Kills a living actor of a cluster after random pauses, until it has done so often enough."""
+    """Kills a living actor of a team after random pauses, until it has done so often enough."""
 
     def __init__(self, team, kills, generator):
         super().__init__(daemon=True)
         self.team, self.kills, self.random, self.done = team, kills, generator, 0
-        self.last = {}  # a seat's process that was killed last
+        self.living = {}  # number of a seat -> the seat, and the process that reported from it last
+        self.killed = set()
+        verify = team._verify
+        team._verify = lambda seat, report: (
+            verify(seat, report),
+            self.living.update({seat.number: (seat, report.pid)}),
+        )
 
     def run(self):
-        ray = self.team.cluster._ray
         while self.done < self.kills:
-            time.sleep(self.random.uniform(0.05, 1.5))
-            seats = list(self.team._seats)
-            if not seats:
-                continue
-            seat = self.random.choice(seats)
-            try:
-                pid = ray.get(seat.worker.answer.remote("process"), timeout=5)
-                if not isinstance(pid, int) or self.last.get(seat.number) == pid or seat.losses > 2:
-                    continue
+            time.sleep(self.random.uniform(0.05, 1.0))
+            alive = {
+                number: pid for number, (seat, pid) in self.living.items() if pid not in self.killed and seat.losses < 3
+            }
+            if alive:
+                pid = alive[self.random.choice(sorted(alive))]
+                self.killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
-            except Exception:  # the actor is being replaced at this moment
-                continue
-            self.last[seat.number] = pid
-            self.done += 1
+                self.done += 1
 
 
 def kill_workers(folder, kills, staleness, seed):
@@ -98,11 +98,10 @@ def kill_workers(folder, kills, staleness, seed):
     schedule.unlink(missing_ok=True)
     options = dict(prompts_per_iteration=4, group_size=3, learning_rate=1e-3, importance="token", mean=0.02)
     trainer, close = make_trainer(on_ray(2, staleness), schedule=schedule, **options)
-    rows, killer = [], None
+    team = trainer.stream or trainer.team
+    rows, killer = [], Killer(team, kills, random.Random(seed))
     try:
         rows.append(comparable(trainer.step()))
-        team = trainer.stream or trainer.team
-        killer = Killer(team, kills, random.Random(seed))
         killer.start()
         while killer.is_alive():
             rows.append(comparable(trainer.step()))

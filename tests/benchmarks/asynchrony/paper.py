@@ -24,7 +24,7 @@ TASKS = {
         tools=LogNormalSpread(mean=10, sigma=1.2, most=300),
     ),
 }  # fmt: skip
-BATCH = dict(prompts=256, group_size=16, slots=256, refill=True)
+BATCH = dict(prompts=256, group_size=16, slots=256)
 TAILS = (0.0, 0.3, 0.6, 0.9, 1.2)
 
 

@@ -195,8 +195,8 @@ def paper(points, output):
             axis.semilogx(gpus, [row["speed_up"] for row in chosen], "o-", color=colour, label=f"max_staleness {bound}")
             rows += [
                 [task, str(row["gpus"]), str(bound), f"{row['workers']} + {row['trainers']}",
-                 f"{row['iteration_s']:.0f}", f"{row['speed_up']:.2f}", f"{row['staleness']:.2f}", f"{row['worker_busy']:.0%}",
-                 f"{row['trainer_busy']:.0%}"]
+                 f"{row['iteration_s']:.0f}", f"{row['speed_up']:.2f}", f"{row['staleness']:.2f}",
+                 f"{row['worker_busy']:.0%}", f"{row['trainer_busy']:.0%}"]
                 for row in chosen
             ]  # fmt: skip
         axis.axhline(1, color="black", linewidth=0.8)

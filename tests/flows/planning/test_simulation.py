@@ -33,7 +33,7 @@ class Table(RolloutSizes):
 
 
 def run(layout, iterations, sizes=None, **changes):
-    options = dict(prompts=2, group_size=2)
+    options = dict(prompts=2, group_size=2, refill=False)
     return simulate(ClusterLayout(**{**options, **layout}), rates(**changes), sizes, iterations=iterations)
 
 
@@ -184,3 +184,9 @@ def test_runs_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"needs the package simpy: pip install 'posttrain\[plan\]'"):
         run({}, 1)
+
+
+def test_free_slots_are_filled_up_to_the_bound():
+    """4 groups begin at once, two of them wait for the update; at 14 two more begin, 4 s before version 2."""
+    found = run({"max_staleness": 1, "refill": True}, 3)
+    assert found.ends == [14, 18, 28] and found.ages == [{0: 40.0}, {1: 40.0}, {1: 16.0, 0: 24.0}]
