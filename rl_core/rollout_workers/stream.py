@@ -109,7 +109,6 @@ class RolloutStream(RolloutTeam):
             return
         with span("weight_sync"):
             update = self._next_update(digests(trainable_weights(self.parts.model)), iteration, sampling)
-            self._versions[iteration] = (update.digest, self._answers)
             for number in [number for number in self._versions if number < iteration - 64]:
                 del self._versions[number], self._steps[number]
             if not self._seats:
@@ -118,6 +117,12 @@ class RolloutStream(RolloutTeam):
             shared = self.cluster.share(update)
             for seat in list(self._seats):
                 self._ask(seat, "send", shared, self._probe)
+            self._ask_own()
+
+    def _ask_own(self) -> None:
+        super()._ask_own()
+        assert self._update is not None
+        self._versions[self._update.number] = (self._update.digest, self._answers)
 
     @property
     def _bound(self) -> int:

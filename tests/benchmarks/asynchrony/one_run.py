@@ -113,7 +113,7 @@ def learning(options):
     task = SlowTools(options["mean"], 3, noise=0.0)
     trainer, close = make_trainer(
         rollouts, seed=options["seed"], learning_rate=options["learning_rate"], importance="token", environment=task,
-        prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6,
+        prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6, shape="0.1M", ends=100,
     )  # fmt: skip
     found = []
     try:

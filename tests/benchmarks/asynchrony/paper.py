@@ -14,8 +14,8 @@ from flows.planning.cluster_study import compare_shares
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
 
 GPUS = (8, 32, 128, 512, 1000)
-BOUNDS = (0, 1, 2, 4)
-SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+BOUNDS = (0, 1, 4)
+SHARES = (0.25, 0.5, 0.625, 0.75, 0.875)
 COMMON = dict(step_seconds=0.008, row_seconds=7e-5, token_seconds=1.2e-4, load_seconds=2.0, switch_seconds=10.0)
 TASKS = {
     "reasoning": ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=0.9, most=32768)),
@@ -24,8 +24,8 @@ TASKS = {
         tools=LogNormalSpread(mean=10, sigma=1.2, most=300),
     ),
 }  # fmt: skip
-BATCH = dict(prompts=256, group_size=16, slots=256)
-TAILS = (0.0, 0.3, 0.6, 0.9, 1.2)
+BATCH = dict(prompts=128, group_size=16, slots=256)
+TAILS = (0.0, 0.6, 1.2)
 
 
 def rows_of(found, **about):
@@ -51,12 +51,14 @@ def study():
 
     for task, rates in TASKS.items():
         for gpus in GPUS:
-            compare(rates, gpus, BATCH, study="batch of 4,096", task=task)
+            compare(rates, gpus, BATCH, study="batch of 2,048", task=task)
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
-        compare(rates, 128, BATCH, (1,), study=f"tail {sigma:g}", task="reasoning", sigma=sigma)
-    compare(TASKS["reasoning"], 128, {**BATCH, "refill": False}, (1, 4), study="runs to their end", task="reasoning")
-    compare(TASKS["agent"], 128, {**BATCH, "refill": False}, (1, 4), study="runs to their end", task="agent")
-    compare(TASKS["reasoning"], 1000, {**BATCH, "prompts": 2048}, (1,), (0.5, 0.625, 0.75),
-            study="batch of 32,768", task="reasoning")  # fmt: skip
+        compare(rates, 128, BATCH, (1,), (0.5, 0.625, 0.75), study=f"tail {sigma:g}", task="reasoning", sigma=sigma)
+    compare(TASKS["reasoning"], 128, {**BATCH, "refill": False}, (1, 4), (0.5, 0.625, 0.75),
+            study="runs to their end", task="reasoning")  # fmt: skip
+    compare(TASKS["agent"], 128, {**BATCH, "refill": False}, (1, 4), (0.5, 0.625, 0.75),
+            study="runs to their end", task="agent")  # fmt: skip
+    compare(TASKS["reasoning"], 1000, {**BATCH, "prompts": 1024}, (1,), (0.5, 0.625, 0.75),
+            study="batch of 16,384", task="reasoning")  # fmt: skip
     return {"rows": rows, "seconds": time.monotonic() - began}

@@ -188,9 +188,9 @@ def paper(points, output):
     every = [row for row in found["rows"] if not row["shared"]]
     for place, task in enumerate(("reasoning", "agent")):
         axis = figure.add_subplot(1, 2, place + 1)
-        of_task = [row for row in every if row["study"] == "batch of 4,096" and row["task"] == task]
+        of_task = [row for row in every if row["study"] == "batch of 2,048" and row["task"] == task]
         gpus = sorted({row["gpus"] for row in of_task})
-        for bound, colour in zip((0, 1, 2, 4), ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"), strict=True):
+        for bound, colour in zip((0, 1, 4), ("#1f77b4", "#ff7f0e", "#d62728"), strict=True):
             chosen = [best(of_task, gpus=count, bound=bound) for count in gpus]
             axis.semilogx(gpus, [row["speed_up"] for row in chosen], "o-", color=colour, label=f"max_staleness {bound}")
             rows += [
@@ -210,7 +210,7 @@ def paper(points, output):
     header = ["task", "GPUs", "bound", "rollouts + training", "s an iteration", "speed-up", "staleness", "workers busy",
               "trainers busy"]  # fmt: skip
     more = []
-    for study in dict.fromkeys(row["study"] for row in every if row["study"] != "batch of 4,096"):
+    for study in dict.fromkeys(row["study"] for row in every if row["study"] != "batch of 2,048"):
         for task in dict.fromkeys(row["task"] for row in every if row["study"] == study):
             for bound in sorted({row["bound"] for row in every if row["study"] == study and row["task"] == task}):
                 row = best(every, study=study, task=task, bound=bound)

@@ -22,7 +22,9 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 SIGMA = 1.0  # of the logarithm of a tool's seconds: the slowest of 100 calls takes about 6 times the mean
 VOCABULARY = 300
-SHAPES = {  # parameters in millions
+SHAPES = {  # by their parameters
+    "0.1M": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=96),
     "0.9M": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
                  intermediate_size=384),
     "3M": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
