@@ -93,7 +93,8 @@ class RayCluster:
                 try:
                     ray.init(
                         include_dashboard=False, num_cpus=threads, object_store_memory=store,
-                        _temp_dir=str(self._session.path), log_to_driver=False, configure_logging=False, address="local",
+                        _temp_dir=str(self._session.path), log_to_driver=False, configure_logging=False,
+                        address="local",
                     )  # fmt: skip
                     break
                 except Exception as error:  # Ray's own class for it: its node was not there within 30 s
