@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class SimulatedWorld:
     finish: Callable[[SimulatedGroup], None]  # is given every finished group
     dropped: int = 0  # rollouts begun anew
 
-    def compute(self, seconds: float, wake: simpy.Event | None = None) -> Iterator[Any]:
+    def compute(self, seconds: float, wake: simpy.Event | None = None) -> Generator[Any, Any, float]:
         """Compute for so long, or until `wake`; returns the seconds that were computed."""
         if seconds <= 0:
             return 0.0

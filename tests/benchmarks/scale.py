@@ -107,8 +107,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run of steps and overhead")
     parser.add_argument("--repeats", type=int, default=2, help="of the overhead, alternating")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=80, help="of each learning run")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--iterations", type=int, default=60, help="of each learning run")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--kills", type=int, default=25, help="of each of four kinds")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--only", default="*", help="names of runs, as a pattern")
@@ -125,7 +125,7 @@ def main():
     if "simulation" in options.parts:
         validation.predict(points)
     if "paper" in options.parts:
-        kept(points / "paper.json", paper.study)
+        paper.study(lambda name, make: kept(points / f"paper-{name}.json", make))
     if "report" in options.parts:
         report.write(points, options.output.resolve())
     return 0

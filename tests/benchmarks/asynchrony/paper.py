@@ -25,6 +25,7 @@ TASKS = {
     ),
 }  # fmt: skip
 BATCH = dict(prompts=128, group_size=16, slots=256)
+FEW = (0.5, 0.625, 0.75)
 TAILS = (0.0, 0.6, 1.2)
 
 
@@ -40,25 +41,33 @@ def rows_of(found, **about):
     ]  # fmt: skip
 
 
-def study():
-    """All rows; iterations 8, of which the first 2 are not counted."""
-    began, rows = time.monotonic(), []
-
-    def compare(rates, gpus, layout, bounds=BOUNDS, shares=SHARES, **about):
-        found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=8)
-        rows.extend(rows_of(found, gpus=gpus, **about))
-        print(f"{time.monotonic() - began:6.0f} s  {about} {gpus}", flush=True)
-
-    for task, rates in TASKS.items():
-        for gpus in GPUS:
-            compare(rates, gpus, BATCH, study="batch of 2,048", task=task)
+def comparisons():
+    """(name, arguments of compare_shares, columns of its rows)."""
+    for task, gpus_of_task in (("reasoning", GPUS), ("agent", GPUS[1:4])):
+        for gpus in gpus_of_task:
+            about = {"study": "batch of 2,048", "task": task}
+            yield f"{task}-{gpus}", (BATCH, TASKS[task], gpus, BOUNDS, SHARES), about
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
-        compare(rates, 128, BATCH, (1,), (0.5, 0.625, 0.75), study=f"tail {sigma:g}", task="reasoning", sigma=sigma)
-    compare(TASKS["reasoning"], 128, {**BATCH, "refill": False}, (1, 4), (0.5, 0.625, 0.75),
-            study="runs to their end", task="reasoning")  # fmt: skip
-    compare(TASKS["agent"], 128, {**BATCH, "refill": False}, (1, 4), (0.5, 0.625, 0.75),
-            study="runs to their end", task="agent")  # fmt: skip
-    compare(TASKS["reasoning"], 1000, {**BATCH, "prompts": 1024}, (1,), (0.5, 0.625, 0.75),
-            study="batch of 16,384", task="reasoning")  # fmt: skip
-    return {"rows": rows, "seconds": time.monotonic() - began}
+        about = {"study": f"sigma of the lengths {sigma:g}", "task": "reasoning"}
+        yield f"tail-{sigma:g}", (BATCH, rates, 128, (1,), FEW), about
+    for task in TASKS:
+        about = {"study": "a run of the engine ends before the next", "task": task}
+        yield f"ends-{task}", ({**BATCH, "refill": False}, TASKS[task], 128, (1, 4), FEW), about
+    about = {"study": "batch of 16,384", "task": "reasoning"}
+    yield "large-1000", ({**BATCH, "prompts": 1024}, TASKS["reasoning"], 1000, (1,), FEW), about
+
+
+def study(kept):
+    """All rows; iterations 7, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
+    rows = []
+    for name, (layout, rates, gpus, bounds, shares), about in comparisons():
+        began = time.monotonic()
+
+        def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, about=about):
+            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=7)
+            return rows_of(found, gpus=gpus, **about)
+
+        rows += kept(name, compare)
+        print(f"{time.monotonic() - began:6.0f} s  {name}", flush=True)
+    return rows

@@ -181,11 +181,11 @@ def best(rows, **wanted):
 
 def paper(points, output):
     """Simulated clusters."""
-    found = load(points, "paper")
-    if found is None:
+    found = [row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())]
+    if not found:
         return ""
     rows, figure = [], plt.figure(figsize=(10, 3.8))
-    every = [row for row in found["rows"] if not row["shared"]]
+    every = [row for row in found if not row["shared"]]
     for place, task in enumerate(("reasoning", "agent")):
         axis = figure.add_subplot(1, 2, place + 1)
         of_task = [row for row in every if row["study"] == "batch of 2,048" and row["task"] == task]
