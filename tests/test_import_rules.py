@@ -61,7 +61,17 @@ LEVELS = {
     ],
     "flows": [
         {"runtime", "parameters", "main_settings"},
-        {"monitor", "online", "operations", "post_training", "preferences", "service", "serving", "verification"},
+        {
+            "monitor",
+            "online",
+            "operations",
+            "planning",
+            "post_training",
+            "preferences",
+            "service",
+            "serving",
+            "verification",
+        },
         {"consolidate", "evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},

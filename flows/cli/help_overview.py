@@ -13,7 +13,7 @@ __all__ = ["GROUPS", "ORDER", "OverviewParser", "first_commands"]
 
 # Commands as `--help` lists them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "prepare": ("init", "convert", "data", "validate"),
+    "prepare": ("init", "convert", "data", "validate", "plan"),
     "train": ("run", "stage", "resume", "sweep", "retrain", "online"),
     "look": ("runs", "why", "compare", "diff", "monitor", "ui", "profile"),
     "judge": ("evaluate", "analyze", "replay", "promote", "approve", "prefer"),

@@ -37,6 +37,7 @@ from flows.cli.pipeline_commands import (
     verify_resume,
     why,
 )  # fmt: skip
+from flows.cli.plan_command import plan
 from flows.cli.prefer_command import prefer
 from flows.cli.review_commands import analyze, approve, compare, diff, evaluate, gc, promote, replay, runs, sync
 from flows.cli.serve_command import serve
@@ -171,9 +172,9 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 
 _ALL = (
-    init, convert, data, validate, run, stage, resume, sweep, retrain, online, runs, why, compare, diff, monitor, ui,
-    profile, evaluate, analyze, replay, promote, approve, prefer, serve, service, up, down, status, sync, gc, doctor,
-    verify_resume, completion,
+    init, convert, data, validate, plan, run, stage, resume, sweep, retrain, online, runs, why, compare, diff, monitor,
+    ui, profile, evaluate, analyze, replay, promote, approve, prefer, serve, service, up, down, status, sync, gc,
+    doctor, verify_resume, completion,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

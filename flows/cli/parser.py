@@ -9,6 +9,7 @@ from flows.cli import (
     comparison_parsers,
     online_parsers,
     pipeline_parsers,
+    planning_parsers,
     prefer_parsers,
     review_parsers,
     service_parsers,
@@ -28,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False, command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=HintingParser)
     rooms = (
-        pipeline_parsers, comparison_parsers, review_parsers, service_parsers, serving_parsers,
+        pipeline_parsers, planning_parsers, comparison_parsers, review_parsers, service_parsers, serving_parsers,
         training_service_parsers, online_parsers, prefer_parsers,
     )  # fmt: skip
     parsers = {name: add for room in rooms for name, add in room.PARSERS.items()}

@@ -23,9 +23,13 @@ from rl_core.settings import SamplingSettings
 
 __all__ = ["EngineRun"]
 
+SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompts differ in length
+
 
 class EngineRun(SlotTable):
     """One call of `Engine.run`: the host's side of every slot."""
+
+    _tells_ends = False  # True = that a sequence has ended is told before others' environments are waited for
 
     def __init__(
         self,
@@ -37,14 +41,25 @@ class EngineRun(SlotTable):
         max_length: int,
         fit: MemoryFit,
         adapters: Sequence[Adapter] = (),
+        capacity: int | None = None,
     ) -> None:
-        """`fit`: see `SlotTable`. `adapters`: those that sequences name by their `adapter`."""
+        """`fit`: see `SlotTable`. `adapters`: those that sequences name by their `adapter`.
+
+        `capacity`: sequences that may be in the run at once, later ones among them, and room for slightly longer ones;
+        None = nothing is added to those of the beginning.
+        """
         self._sampling = sampling
+        self._max_length = max_length
         self._queue = deque(sequences)
-        self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sequences}
+        self._limits = {id(s): self._limit_of(s) for s in sequences}
+        self._longest = max(self._limits.values())
         most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
         slots = min(sampling.slots, len(sequences))
-        super().__init__(decoder, slots, max(self._limits.values()), most, is_eos, fit)
+        if capacity is not None:
+            self._longest = min(self._longest + SPARE_TOKENS, max_length)
+            most = min(sampling.max_completion_tokens, max_length)
+            slots = min(sampling.slots, max(capacity, len(sequences)))
+        super().__init__(decoder, slots, self._longest, most, is_eos, fit)
         self._count = self._slots
         # Nothing is to be done between a token and the next of a turn
         self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
@@ -54,6 +69,10 @@ class EngineRun(SlotTable):
         if adapters:
             decoder.adapt(adapters, self._adapter_of)
         self._prompts = PromptCache(decoder, self._queue, pad_id, fit.advice)
+
+    def _limit_of(self, sequence: RolloutSequence) -> int:
+        """Tokens that a sequence may have, its prompt included."""
+        return min(len(sequence.prompt_ids) + self._sampling.max_completion_tokens, self._max_length)
 
     def play(self) -> None:
         """Run every sequence to its end."""
@@ -80,7 +99,7 @@ class EngineRun(SlotTable):
             ended = [slot for slot in waiting if not self._go_on(slot, self._waiting_on_env.pop(slot).result())]
             self._begin(ended[: len(self._queue)])
             active = self._decodable()
-            if active:
+            if active or (ended and self._tells_ends):
                 break
         return active
 

@@ -43,12 +43,18 @@ def note_version(starts: VersionStarts, sampled: int, version: int) -> None:
 class _VersionedRun(EngineRun):
     """Weights may be exchanged between two steps; the cache, and the tokens in it, stay."""
 
-    def __init__(self, engine: Engine, sequences: Sequence[VersionedSequence], sampling: SamplingSettings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sequences: Sequence[VersionedSequence],
+        sampling: SamplingSettings,
+        capacity: int | None = None,
+    ) -> None:
         self._engine, self._stack = engine, ExitStack()
         decoder = self._stack.enter_context(engine.bound())
         # which finished steps rejoin when changes no number here, so none waits for another
-        super().__init__(decoder, sequences, dataclasses.replace(sampling, rejoin="ready"), **engine.run_options())
-        self._longest = max(self._limits.values())
+        own = dataclasses.replace(sampling, rejoin="ready")
+        super().__init__(decoder, sequences, own, **engine.run_options(), capacity=capacity)
 
     def close(self) -> None:
         """Take adapters out of the weights again."""
@@ -73,7 +79,9 @@ class _VersionedRun(EngineRun):
 
 
 class LiveRun(_VersionedRun):
-    """A run that asks for new weights between its steps."""
+    """A run that asks for new weights and sequences between its steps."""
+
+    _tells_ends = True
 
     def __init__(
         self,
@@ -83,10 +91,24 @@ class LiveRun(_VersionedRun):
         *,
         version: Callable[[], int],
         between: Callable[[LiveRun], None],
+        capacity: int | None = None,
     ) -> None:
-        """`version`: of the weights now; `between`: called before every step, may `exchange` and `drop`."""
+        """`version`: of the weights now; `between`: called before every step, may `add`, `exchange` and `drop`.
+
+        `capacity`: sequences that may be in the run at once; None = none is added.
+        """
         self._version, self._between = version, between
-        super().__init__(engine, sequences, sampling)
+        super().__init__(engine, sequences, sampling, capacity)
+
+    def fits(self, sequence: VersionedSequence) -> bool:
+        """True = the run's cache has slots of this sequence's length."""
+        return self._limit_of(sequence) <= self._longest
+
+    def add(self, sequence: VersionedSequence) -> None:
+        """Queue one more sequence, which `fits`."""
+        self._limits[id(sequence)] = self._limit_of(sequence)
+        self._prompts.expect(sequence)
+        self._queue.append(sequence)
 
     def play(self) -> None:
         """Run every sequence to its end."""
@@ -94,9 +116,10 @@ class LiveRun(_VersionedRun):
             self._between(self)
             self._begin(self._free()[: len(self._queue)])
             self._compact(self._rejoin())
-            if not self._count:
+            if self._count:
+                self._step()
+            elif not self._waiting_on_env and not self._queue:
                 return
-            self._step()
 
     def exchange(self, change: Callable[[], None]) -> None:
         """As in any run; sequences that have begun note the new version."""

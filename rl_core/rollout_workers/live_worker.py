@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -57,6 +57,7 @@ class LiveWorker(RolloutWorker):
         self._thread: threading.Thread | None = None
         self._is_ended = False
         self._sampling, self._at_once = SamplingSettings(), 1
+        self._too_long: list[TicketGroup] = []  # begun, for the next run: the cache of the last one was too short
         self._partial: Literal["keep", "drop"] = "keep"
 
     # Called by the trainer, on any thread
@@ -64,7 +65,7 @@ class LiveWorker(RolloutWorker):
     def begin(
         self, tickets: Sequence[Ticket], sampling: SamplingSettings, at_once: int, partial: Literal["keep", "drop"]
     ) -> None:
-        """Queue tickets, of which so many are played in one run of the engine."""
+        """Queue tickets, of which so many are played at once: the next one begins when another has ended."""
         with self._asked:
             self._tickets += tickets
             self._sampling, self._at_once, self._partial = sampling, at_once, partial
@@ -132,14 +133,22 @@ class LiveWorker(RolloutWorker):
             pool = None
             if self.environment.blocking:
                 pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
-            groups = [
-                TicketGroup(ticket, self.environment, self.renderer, sampling, pool, self.engine.max_length)
-                for ticket in tickets
-            ]
-            for temperature in dict.fromkeys(ticket.temperature for ticket in tickets):
-                self._play_groups([group for group in groups if group.ticket.temperature == temperature], sampling)
 
-    def _play_groups(self, groups: list[TicketGroup], sampling: SamplingSettings) -> None:
+            def begin(ticket: Ticket) -> TicketGroup:
+                return TicketGroup(ticket, self.environment, self.renderer, sampling, pool, self.engine.max_length)
+
+            groups = [begin(ticket) for ticket in tickets]
+            while groups:
+                temperature = groups[0].ticket.temperature
+                now = [group for group in groups if group.ticket.temperature == temperature]
+                groups = [group for group in groups if group.ticket.temperature != temperature]
+                self._play_groups(now, sampling, begin)
+                groups, self._too_long = [*self._too_long, *groups], []
+
+    def _play_groups(
+        self, groups: list[TicketGroup], sampling: SamplingSettings, begin: Callable[[Ticket], TicketGroup]
+    ) -> None:
+        """One run of the engine, which goes on for as long as there are tickets of this temperature."""
         own = dataclasses.replace(sampling, temperature=groups[0].ticket.temperature)
         waiting = list(groups)
         sequences = [sequence for group in groups for sequence in group.sequences if not sequence.has_failed]
@@ -151,10 +160,24 @@ class LiveWorker(RolloutWorker):
             for group in [group for group in waiting if group.is_over]:
                 waiting.remove(group)
                 self._hand_over(group.finished())
+                for sequence in group.sequences:
+                    owner.pop(id(sequence), None)
             if self._updates and self._take_updates(run) and self._partial == "drop":
                 dropped = run.drop(again)
                 with self._asked:
                     self._done.dropped += dropped
+            while len(waiting) < self._at_once and (ticket := self._next_ticket(sampling, own.temperature)) is not None:
+                refill(run, begin(ticket))
+
+        def refill(run: LiveRun, group: TicketGroup) -> None:
+            fresh = [sequence for sequence in group.sequences if not sequence.has_failed]
+            if not all(run.fits(sequence) for sequence in fresh):
+                self._too_long.append(group)
+                return
+            waiting.append(group)
+            owner.update((id(sequence), group) for sequence in group.sequences)
+            for sequence in fresh:
+                run.add(sequence)
 
         def again(sequence: VersionedSequence) -> VersionedSequence | None:
             group = owner[id(sequence)]
@@ -163,13 +186,23 @@ class LiveWorker(RolloutWorker):
             return None if made.has_failed else made
 
         if sequences:
-            run = LiveRun(self.engine, sequences, own, version=lambda: self.version, between=between)
+            run = LiveRun(
+                self.engine, sequences, own, version=lambda: self.version, between=between,
+                capacity=self._at_once * groups[0].ticket.group_size,
+            )  # fmt: skip
             try:
                 run.play()
             finally:
                 run.close()
         for group in waiting:
             self._hand_over(group.finished())
+
+    def _next_ticket(self, sampling: SamplingSettings, temperature: float) -> Ticket | None:
+        """The next ticket, if a run with these settings may take it."""
+        with self._asked:
+            if self._too_long or not self._tickets or self._sampling != sampling:
+                return None
+            return self._tickets.popleft() if self._tickets[0].temperature == temperature else None
 
     def _hand_over(self, finished: FinishedTicket) -> None:
         with self._asked:

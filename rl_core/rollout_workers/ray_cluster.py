@@ -25,6 +25,7 @@ __all__ = ["RayCluster", "check_address", "check_store"]
 MIB = 2**20
 LEAST_STORE = 80 * MIB  # Ray refuses less than 75 MiB
 SLACK = 64 * MIB  # tasks, rollouts on their way back
+STARTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
 CONNECT_S = 3.0  # for a cluster's address to take a connection
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -88,10 +89,23 @@ class RayCluster:
         with _environment({**_LOCAL, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}):
             ray = importlib.import_module("ray")
             _refuse_running(ray)
-            ray.init(
-                include_dashboard=False, num_cpus=threads, object_store_memory=store, _temp_dir=str(self._session.path),
-                log_to_driver=False, configure_logging=False, address="local",
-            )  # fmt: skip
+            for left in reversed(range(STARTS)):
+                try:
+                    ray.init(
+                        include_dashboard=False, num_cpus=threads, object_store_memory=store,
+                        _temp_dir=str(self._session.path), log_to_driver=False, configure_logging=False,
+                        address="local",
+                    )  # fmt: skip
+                    break
+                except Exception as error:  # Ray's own class for it: its node was not there within 30 s
+                    if "timed out" not in str(error):
+                        raise
+                    ray.shutdown()
+                    if not left:
+                        raise WorkerFailed(
+                            f"Ray did not start in {STARTS} attempts ({_first_line(error)}): this machine is too busy, "
+                            "or out of memory; the same command tries again"
+                        ) from error
         self._ray = ray
 
     def _join(self, address: str) -> None:

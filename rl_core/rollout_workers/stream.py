@@ -109,7 +109,6 @@ class RolloutStream(RolloutTeam):
             return
         with span("weight_sync"):
             update = self._next_update(digests(trainable_weights(self.parts.model)), iteration, sampling)
-            self._versions[iteration] = (update.digest, self._answers)
             for number in [number for number in self._versions if number < iteration - 64]:
                 del self._versions[number], self._steps[number]
             if not self._seats:
@@ -118,6 +117,12 @@ class RolloutStream(RolloutTeam):
             shared = self.cluster.share(update)
             for seat in list(self._seats):
                 self._ask(seat, "send", shared, self._probe)
+            self._ask_own()
+
+    def _ask_own(self) -> None:
+        super()._ask_own()
+        assert self._update is not None
+        self._versions[self._update.number] = (self._update.digest, self._answers)
 
     @property
     def _bound(self) -> int:
@@ -137,7 +142,6 @@ class RolloutStream(RolloutTeam):
     def _hand_out(self, ahead: int, sampling: SamplingSettings) -> None:
         """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more."""
         most = math.ceil(ahead * (self._bound + 1) / len(self._seats))
-        at_once = max(1, math.ceil(ahead / len(self._seats)))
         loads = {seat.number: 0 for seat in self._seats}
         for _, seat in self._playing.values():
             loads[seat.number] += 1
@@ -149,7 +153,7 @@ class RolloutStream(RolloutTeam):
         for seat in list(self._seats):
             if given[seat.number]:
                 self._playing |= {ticket.number: (ticket, seat) for ticket in given[seat.number]}
-                self._ask(seat, "begin", given[seat.number], sampling, at_once, self.settings.partial)
+                self._ask(seat, "begin", given[seat.number], sampling, most, self.settings.partial)
 
     def _poll(self) -> None:
         """Ask every worker for what it has finished, and verify the weights that it did so with."""

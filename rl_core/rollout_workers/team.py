@@ -162,19 +162,24 @@ class RolloutTeam:
                 self._load(self._seats, update)
 
     def _next_update(self, found: dict[str, str], number: int, sampling: SamplingSettings) -> WeightUpdate:
-        """The present weights as a version, of which the digests are `found`; asks the trainer's own sampler."""
+        """The present weights as a version, of which the digests are `found`."""
         weights = trainable_weights(self.parts.model)
         changed = {name: weights[name] for name, digest in found.items() if self._sent.get(name) != digest}
         self._update = WeightUpdate(number, pack(changed), digest_of(found))
         self.sent_bytes = self._update.num_bytes
         self._sent = found
-        self._ask_own(sampling)
+        self._probe, self._answers = Probe.of(self.parts.model.config.vocab_size, sampling), []
         return self._update
 
-    def _ask_own(self, sampling: SamplingSettings) -> None:
-        """The probe's answers of the trainer's own sampler, which its forward pass has to agree with."""
+    def _ask_own(self) -> None:
+        """The probe's answers of the trainer's own sampler, which its forward pass has to agree with; once a version.
+
+        Asked for once the weights are under way, so that trainer and workers load and answer at the same time.
+        """
+        if self._answers:
+            return
         parts = self.parts
-        self._probe = Probe.of(parts.model.config.vocab_size, sampling)
+        assert self._probe is not None
         parts.backend.refresh()
         self._answers = play_probe(parts.backend, self._probe)
         check_trainer(parts.model, self._answers, self._probe, parts.bound)
@@ -184,6 +189,7 @@ class RolloutTeam:
         assert self._probe is not None
         shared = self.cluster.share(update)
         calls = {self.cluster.call(seat.worker, "load", shared, self._probe): seat for seat in seats}
+        self._ask_own()
         while calls:
             for call in self.cluster.wait(list(calls), _LOOK_S):
                 seat = calls.pop(call)

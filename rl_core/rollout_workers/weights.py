@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +62,10 @@ def pack(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """SHA-256 of each tensor's type, shape and bytes."""
-    return {name: _digest(tensor.detach().cpu().contiguous()) for name, tensor in weights.items()}
+    """SHA-256 of each tensor's type, shape and bytes; large ones beside each other, as hashing holds no lock."""
+    with ThreadPoolExecutor(min(len(weights), 4, os.cpu_count() or 1) or 1) as pool:
+        found = pool.map(lambda tensor: _digest(tensor.detach().cpu().contiguous()), weights.values())
+        return dict(zip(weights, found, strict=True))
 
 
 def digest_of(by_name: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the processes that play a policy's rollouts, the server that samples them, and the replay of past ones."""
+"""Settings of the processes that play rollouts, of the server that samples them, and of the replay of past ones."""
 
 from __future__ import annotations
 

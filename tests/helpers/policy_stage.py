@@ -27,8 +27,8 @@ def save_base(folder: Path, preset: str = "nano") -> Path:
 
 
 def context_of(base: Path, folder: Path, **options: Any) -> StageContext:
-    """The stage's context in a new folder; `options`: of its settings."""
-    folder.mkdir()
+    """The stage's context in a folder, which may hold what a killed run left; `options`: of its settings."""
+    folder.mkdir(exist_ok=True)
     stage = {
         "iterations": 2, "prompts_per_iteration": 3, "group_size": 2, "checkpoint_every": 1, "eval_every": 0,
         "rewards": dict.fromkeys(PARTS, 0.5), "reward_options": {"clip": 1.0},

@@ -1,6 +1,6 @@
 """Same computations by two processes and by one: a program that test_sharded_training.py runs once.
 
-    python sharded_scenarios.py FOLDER [all]     writes FOLDER/0.json and 1.json (the two) and alone.json
+    python sharded_scenarios.py FOLDER [all] [4]   writes FOLDER/0.json and 1.json (of two, or four) and alone.json
 
 Without `all` it leaves out those of LONG, whose parts other scenarios have too.
 
@@ -199,11 +199,11 @@ def compute(process_group, folder, name, left_out):
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
-def fork(folder, rank, port, left_out):
+def fork(folder, rank, port, left_out, size):
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     try:
         compute(join(timeout_s=120, on_cpu=True), folder, str(rank), left_out)
@@ -211,7 +211,7 @@ def fork(folder, rank, port, left_out):
         os._exit(0)
 
 
-def main(folder, left_out):
+def main(folder, left_out, size):
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -221,10 +221,10 @@ def main(folder, left_out):
         long_run(SINGLE_PROCESS, 3, folder / "of one")
         os._exit(0)
     os.waitpid(begun, 0)
-    for pid in [fork(folder, rank, port, left_out) for rank in (0, 1)]:
+    for pid in [fork(folder, rank, port, left_out, size) for rank in range(size)]:
         os.waitpid(pid, 0)
     compute(SINGLE_PROCESS, folder, "alone", left_out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), set() if "all" in sys.argv[2:] else LONG)
+    main(Path(sys.argv[1]), set() if "all" in sys.argv[2:] else LONG, 4 if "4" in sys.argv[2:] else 2)

@@ -18,11 +18,14 @@ REFUSED = "train/grad_norm 2"  # of the step that the scenarios "refused" skip
 def results(request, tmp_path_factory):
     """{"alone" | "0" | "1": {scenario: result}}; a scenario that raised is its traceback."""
     is_slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
-    folder = tmp_path_factory.mktemp("together")
+    return computed(tmp_path_factory.mktemp("together"), *(["all"] if is_slow else []))
+
+
+def computed(folder, *options):
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "tests/helpers/sharded_scenarios.py", folder, *(["all"] if is_slow else [])]
-    subprocess.run(command, env=environment, check=True, timeout=600)
+    command = [sys.executable, ROOT / "tests/helpers/sharded_scenarios.py", folder, *options]
+    subprocess.run(command, env=environment, check=True, timeout=1200)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "0", "1")}
 
 
@@ -58,6 +61,14 @@ def test_two_processes_play_and_learn_as_one(results, name):
     same(results["0"][name], results["alone"][name], 1e-5)
     assert len(results["alone"][name]["metrics"]) > 100
     assert results["1"][name]["metrics"] == {}
+
+
+@slow
+@pytest.mark.timeout(1200)
+def test_four_processes_give_the_numbers_of_one(tmp_path):
+    found = computed(tmp_path, "4")
+    for name in ("sft", "reward_model", "preference", "extras", "adapters", *POLICIES):
+        same(found["0"][name], found["alone"][name], 1e-5)
 
 
 def test_the_parts_of_the_policies_are_at_work(results):

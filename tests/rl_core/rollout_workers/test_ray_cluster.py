@@ -15,7 +15,7 @@ from helpers.letters import comparable, weights
 from helpers.worker_cluster import letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, WorkerFailed
 from rl_core.rollout_workers import ray_cluster
 from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
@@ -165,3 +165,40 @@ def test_a_missing_ray_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"needs the package ray .*: pip install 'posttrain\[ray\]'"):
         check_ray()
+
+
+class BusyRay:
+    """Stands in for the package: its first starts time out."""
+
+    def __init__(self, failures, message="The current node timed out during startup."):
+        self.failures, self.message, self.started, self.ended = failures, message, 0, 0
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **options):
+        self.started += 1
+        if self.started <= self.failures:
+            raise Exception(self.message)
+
+    def shutdown(self):
+        self.ended += 1
+
+
+def test_a_busy_machine_gets_more_time_to_start(monkeypatch):
+    for failures, started in ((0, 1), (2, 3)):
+        busy = BusyRay(failures)
+        monkeypatch.setitem(sys.modules, "ray", busy)
+        cluster = RayCluster(SETTINGS)
+        cluster.open(0)
+        assert (busy.started, busy.ended) == (started, failures)
+        cluster.close()
+    for busy, kind, message in (
+        (BusyRay(9), WorkerFailed, "Ray did not start in 3 attempts .*timed out.* too busy"),
+        (BusyRay(9, "no such option"), Exception, "^no such option$"),
+    ):
+        monkeypatch.setitem(sys.modules, "ray", busy)
+        cluster = RayCluster(SETTINGS)
+        with pytest.raises(kind, match=message):
+            cluster.open(0)
+        cluster.close()

@@ -9,9 +9,13 @@ from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.errors import DataError
+from rl_core.rollout_workers.live_worker import LiveWorker
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
-from rl_core.rollout_workers.tickets import token_versions
+from rl_core.rollout_workers.tickets import Ticket, token_versions
+from rl_core.rollout_workers.weights import all_weights, pack, skeleton
+from rl_core.rollout_workers.worker import WorkerSpec, runtime_versions
+from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import SamplingSettings
 
 
@@ -134,3 +138,75 @@ def test_a_file_that_is_no_schedule_is_refused(tmp_path, text):
     file.write_bytes(text)
     with pytest.raises(DataError, match=r"schedule\.jsonl"):
         read_schedule(file)
+
+
+class OneSlow(Letters):
+    """The episodes of seed 0 take half a second at their tool, the others none."""
+
+    name = "one_slow"
+
+    def episode(self, seed, level):
+        return OneSlowEpisode(seed, level)
+
+
+class OneSlowEpisode(LetterEpisode):
+    acted = 0
+
+    def act(self, text):
+        self.acted += 1
+        if self.acted == 1:
+            time.sleep(0.5 if self.seed == 0 else 0.0)
+            return Step(messages=[{"role": "user", "content": "more"}])
+        return super().act(text)
+
+
+def live_worker(tokenizer, context=64):
+    trainer = with_team(
+        letters_trainer(tokenizer, OneSlow(), context=context, model=compiled_model(tokenizer, context)),
+        LocalCluster(), 1, max_staleness=1,
+    )  # fmt: skip
+    parts = trainer.team.parts
+    spec = WorkerSpec(
+        skeleton(parts.model), "cpu", parts.renderer, parts.environment, list(parts.eos_ids), parts.pad_id, context, 1,
+        runtime_versions(),
+    )  # fmt: skip
+    return LiveWorker(spec, pack(all_weights(parts.model)))
+
+
+def played(worker, tickets, at_once, sampling):
+    """Numbers of the tickets in the order in which they end."""
+    worker.begin(tickets, sampling, at_once, "keep")
+    done, until = [], time.monotonic() + 20
+    while len(done) < len(tickets) and time.monotonic() < until:
+        done += [finished.ticket.number for finished in worker.collect().finished]
+        time.sleep(0.01)
+    worker.end()
+    return done
+
+
+def ticket(number, seed, temperature=1.0):
+    return Ticket(number, EpisodeRequest("low", seed), 2, temperature, 7 + number)
+
+
+def test_the_next_ticket_begins_when_one_has_ended_not_when_all_have(tokenizer):
+    sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
+    worker = live_worker(tokenizer)
+    worker.version = 0
+    runs, make = [], worker._play_groups
+    worker._play_groups = lambda groups, *more: (runs.append(len(groups)), make(groups, *more))
+    done = played(worker, [ticket(number, number) for number in range(6)], 2, sampling)
+    assert done == [1, 2, 3, 4, 5, 0] and runs == [2]
+
+
+def test_a_ticket_of_another_temperature_or_too_long_a_prompt_waits_for_the_next_run(tokenizer, monkeypatch):
+    sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
+    worker = live_worker(tokenizer)
+    worker.version = 0
+    tickets = [ticket(0, 0), ticket(1, 1), ticket(2, 2, 0.5), ticket(3, 3)]
+    assert played(worker, tickets, 2, sampling)[-1] == 3
+    refused = []
+    monkeypatch.setattr("rl_core.inference.versioned_run.LiveRun.fits", lambda run, sequence: bool(refused.append(1)))
+    worker = live_worker(tokenizer)
+    worker.version = 0
+    assert sorted(played(worker, [ticket(number, number) for number in range(4)], 2, sampling)) == [0, 1, 2, 3]
+    assert len(refused) >= 1

@@ -1,0 +1,72 @@
+"""Comparison of layouts by simulation: workers beside a trainer, or shares of a number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
+from flows.planning.simulation import SimulatedRun, simulate
+from rl_core.errors import SettingsError
+from rl_core.settings.cluster_rates import ClusterRates
+
+__all__ = ["Comparison", "SHARES", "compare_shares", "compare_workers", "split"]
+
+SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the GPUs that play rollouts
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A simulated layout beside the synchronous one with the same means."""
+
+    run: SimulatedRun
+    baseline: SimulatedRun
+
+    @property
+    def speed_up(self) -> float:
+        """Rollouts learned from in a second, over the baseline's."""
+        return self.run.rollouts_per_second / self.baseline.rollouts_per_second
+
+
+def split(gpus: int, share: float) -> tuple[int, int]:
+    """(workers, trainers) of so many GPUs, at least one each. Raises: SettingsError for a single GPU."""
+    if gpus < 2:
+        raise SettingsError(f"--gpus: {gpus}: rollouts beside updates need at least 2")
+    workers = min(gpus - 1, max(1, round(gpus * share)))
+    return workers, gpus - workers
+
+
+def compare_shares(
+    layout: ClusterLayout, rates: ClusterRates, gpus: int, *, staleness: Sequence[int],
+    shares: Sequence[float] = SHARES, sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
+) -> list[Comparison]:  # fmt: skip
+    """Every share of the GPUs with every bound, beside all GPUs in turns: rollouts on all of them, then the update.
+
+    The synchronous baseline is the stronger of two: GPUs that do both in turns, the tasks of each all at once.
+    """
+    together = layout.changed(workers=gpus, trainers=gpus, max_staleness=0, shares_gpus=True, tasks_each=1)
+    baseline = simulate(together, rates, sizes, iterations=iterations, seed=seed)
+    found = [Comparison(baseline, baseline)]
+    for workers, trainers in dict.fromkeys(split(gpus, share) for share in shares):
+        for bound in staleness:
+            one = layout.changed(workers=workers, trainers=trainers, max_staleness=bound, shares_gpus=False)
+            if not bound:
+                one = one.changed(tasks_each=1)
+            found.append(Comparison(simulate(one, rates, sizes, iterations=iterations, seed=seed), baseline))
+    return found
+
+
+def compare_workers(
+    layout: ClusterLayout, rates: ClusterRates, workers: Sequence[int], *, staleness: Sequence[int],
+    sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
+) -> list[Comparison]:  # fmt: skip
+    """Every number of workers with every bound, beside the synchronous run of the fewest workers."""
+    first = layout.changed(workers=min(workers), max_staleness=0)
+    baseline = simulate(first, rates, sizes, iterations=iterations, seed=seed)
+    found = []
+    for count in workers:
+        for bound in staleness:
+            one = layout.changed(workers=count, max_staleness=bound)
+            run = baseline if one == first else simulate(one, rates, sizes, iterations=iterations, seed=seed)
+            found.append(Comparison(run, baseline))
+    return found

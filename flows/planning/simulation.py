@@ -1,0 +1,268 @@
+"""Discrete-event simulation (SimPy) of a policy stage on rollout workers, synchronous or asynchronous.
+
+Times of the parts are settings (`ClusterRates`); what follows is who waits for whom: the schedule is that of
+rl_core/rollout_workers (`team.py`: tasks, one after the other; `stream.py`: tickets ahead of the trainer, the bound of
+staleness, groups that are played again).
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import importlib.util
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
+from flows.planning.simulated_worker import SimulatedGroup, SimulatedSequence, SimulatedWorker, SimulatedWorld
+from rl_core.errors import SettingsError
+from rl_core.settings.cluster_rates import ClusterRates
+
+__all__ = ["SimulatedRun", "check_simpy", "simulate"]
+
+PATIENCE = 2  # as rl_core.rollout_workers.stream.PATIENCE, which a test holds: importing it would import torch
+WARM_UP = 2  # iterations that are not counted: the pipeline fills
+
+
+@dataclass
+class SimulatedRun:
+    """Result of a simulation. Times in seconds since its start."""
+
+    layout: ClusterLayout
+    ends: list[float] = field(default_factory=list)  # of each iteration
+    learned: list[list[int]] = field(default_factory=list)  # numbers of the groups that each iteration learned from
+    ages: list[dict[int, float]] = field(default_factory=list)  # sampled tokens by staleness, of each iteration
+    oldest: list[int] = field(default_factory=list)  # largest staleness of each iteration, prompts included
+    stale_groups: int = 0  # became too old, and were played again
+    dropped_rollouts: int = 0
+    worker_share: float = 0.0  # of the time, in which workers computed
+    trainer_share: float = 0.0
+
+    @property
+    def warm_up(self) -> int:
+        """Iterations at the beginning that are not counted."""
+        return min(WARM_UP, len(self.ends) - 1)
+
+    @property
+    def iteration_s(self) -> float:
+        """Mean length of an iteration after the warm-up."""
+        first = self.warm_up
+        begin = self.ends[first - 1] if first else 0.0
+        return (self.ends[-1] - begin) / (len(self.ends) - first)
+
+    @property
+    def rollouts_per_second(self) -> float:
+        """Rollouts that are learned from in a second, after the warm-up."""
+        return self.layout.prompts * self.layout.group_size / self.iteration_s
+
+    @property
+    def staleness(self) -> float:
+        """Mean staleness of a token, after the warm-up."""
+        counted = self.ages[self.warm_up :]
+        tokens = sum(count for ages in counted for count in ages.values())
+        return sum(age * count for ages in counted for age, count in ages.items()) / tokens
+
+
+def check_simpy() -> None:
+    """Raises: SettingsError where SimPy is not installed."""
+    if importlib.util.find_spec("simpy") is None:
+        raise SettingsError("--simulate: needs the package simpy: pip install 'posttrain[plan]' -c constraints.txt")
+
+
+def simulate(
+    layout: ClusterLayout,
+    rates: ClusterRates,
+    sizes: RolloutSizes | None = None,
+    *,
+    iterations: int = 20,
+    seed: int = 0,
+) -> SimulatedRun:
+    """Simulate a run of so many iterations.
+
+    Args:
+        sizes: of the rollouts; None = as `rates` says.
+        seed: of the sizes; a group's are the same in every layout.
+    Raises: SettingsError where SimPy is not installed.
+    """
+    check_simpy()
+    if iterations < 1:
+        raise SettingsError(f"iterations: {iterations} must be at least 1")
+    simpy = importlib.import_module("simpy")
+    env = simpy.Environment()
+    trainer = _SimulatedTrainer(env, layout, sizes or RolloutSizes.of(rates), iterations, seed)
+    cores = simpy.Resource(env, layout.cores) if layout.cores is not None else None
+    world = SimulatedWorld(env, layout, rates, cores, trainer.receive)
+    trainer.employ(world)
+    env.run(until=env.process(trainer.train_late() if layout.max_staleness else trainer.train_in_turns()))
+    return trainer.result()
+
+
+class _SimulatedTrainer:
+    """The trainer's process, and its side of the workers."""
+
+    def __init__(self, env: Any, layout: ClusterLayout, sizes: RolloutSizes, iterations: int, seed: int) -> None:
+        self.env, self.layout, self.sizes, self.iterations, self.seed = env, layout, sizes, iterations, seed
+        self.run = SimulatedRun(layout)
+        self.iteration = 0
+        self._next = 0
+        self._queue: deque[SimulatedGroup] = deque()
+        self._playing: dict[int, int] = {}  # number of a group -> its worker's
+        self._loads = [0] * layout.workers  # groups that each worker has
+        self._awaited = 0  # groups under way that became too old so often that an iteration waits for them
+        self._finished: list[SimulatedGroup] = []
+        self._arrived = env.event()
+        self._busy_s = 0.0
+
+    def employ(self, world: SimulatedWorld) -> None:
+        """Make the workers."""
+        self.world = world
+        self.workers = [SimulatedWorker(world) for _ in range(self.layout.workers)]
+
+    def receive(self, group: SimulatedGroup) -> None:
+        """Take a finished group."""
+        if group.number in self._playing:
+            self._loads[self._playing.pop(group.number)] -= 1
+        self._awaited -= group.plays >= PATIENCE
+        self._finished.append(group)
+        if not self._arrived.triggered:
+            self._arrived.succeed()
+
+    def result(self) -> SimulatedRun:
+        """The run, with the shares of time."""
+        total = max(self.env.now, 1e-12)
+        self.run.worker_share = sum(worker.busy_s for worker in self.workers) / (total * len(self.workers))
+        self.run.trainer_share = self._busy_s / total
+        self.run.dropped_rollouts = self.world.dropped
+        return self.run
+
+    # Synchronous: rollouts and updates take turns
+
+    def train_in_turns(self) -> Iterator[Any]:
+        """As RolloutTeam: weights to everybody, tasks to whoever is free, then the update."""
+        layout, rates = self.layout, self.world.rates
+        for iteration in range(self.iterations):
+            self.iteration = iteration
+            self._busy_s += yield from self.world.compute(rates.publish_seconds)
+            for worker in self.workers:
+                worker.send(self.iteration)
+            yield self.env.all_of([self.env.process(worker.load()) for worker in self.workers])
+            self._finished = []
+            groups = [self._draw() for _ in range(layout.prompts)]
+            tasks = deque(_cut(groups, layout.workers, layout.tasks_each))
+            yield self.env.all_of([self.env.process(self._serve(worker, tasks)) for worker in self.workers])
+            taken = sorted(self._finished, key=lambda group: group.number)
+            if layout.shares_gpus:
+                yield self.env.timeout(rates.switch_seconds)
+            yield from self._update(taken)
+            if layout.shares_gpus:
+                yield self.env.timeout(rates.switch_seconds)
+
+    def _serve(self, worker: SimulatedWorker, tasks: deque[list[SimulatedGroup]]) -> Iterator[Any]:
+        while tasks:
+            yield from worker.play(tasks.popleft())
+
+    # Asynchronous: tickets ahead of the trainer
+
+    def train_late(self) -> Iterator[Any]:
+        """As RolloutStream: new weights go out, and the next groups that are young enough are learned from."""
+        layout, rates = self.layout, self.world.rates
+        for worker in self.workers:
+            self.env.process(worker.work())
+        for iteration in range(self.iterations):
+            self.iteration = iteration
+            self._busy_s += yield from self.world.compute(rates.publish_seconds)
+            for worker in self.workers:
+                worker.send(self.iteration)
+            taken: list[SimulatedGroup] = []
+            while len(taken) < layout.prompts:
+                self._draw_ahead(len(taken))
+                self._hand_out()
+                stale = self.run.stale_groups
+                found = self._ripe(layout.prompts - len(taken))
+                taken += found
+                if not found and stale == self.run.stale_groups:
+                    yield self._arrived
+                    self._arrived = self.env.event()
+            yield from self._update(taken)
+
+    def _draw(self, again: SimulatedGroup | None = None) -> SimulatedGroup:
+        """The next group, or one that became too old, from its beginning."""
+        number = self._next if again is None else again.number
+        if again is None:
+            self._next += 1
+        tokens, tools = self.sizes.draw(self.seed, number, self.layout.group_size)
+        group = SimulatedGroup(number, 0 if again is None else again.plays + 1, left=self.layout.group_size)
+        group.sequences = [
+            SimulatedSequence(group, row, waits) for row, waits in zip(tokens.tolist(), tools.tolist(), strict=True)
+        ]
+        return group
+
+    def _draw_ahead(self, taken: int) -> None:
+        most = self.layout.prompts * (self.layout.max_staleness + 1)
+        while len(self._queue) + len(self._playing) + len(self._finished) + taken < most:
+            self._queue.append(self._draw())
+
+    def _hand_out(self) -> None:
+        """Groups to the workers with the fewest, up to an even share of what may be under way."""
+        layout = self.layout
+        most = math.ceil(layout.prompts * (layout.max_staleness + 1) / layout.workers)
+        at_once = math.ceil(layout.prompts / layout.workers)
+        by_load = [(load, number) for number, load in enumerate(self._loads)] if self._queue else []
+        heapq.heapify(by_load)
+        given: dict[int, list[SimulatedGroup]] = {}
+        while self._queue and by_load[0][0] < most:
+            load, number = by_load[0]
+            heapq.heapreplace(by_load, (load + 1, number))
+            group = self._queue.popleft()
+            given.setdefault(number, []).append(group)
+            self._playing[group.number] = number
+            self._loads[number] += 1
+        for number, groups in given.items():
+            self.workers[number].begin(groups, at_once)
+
+    def _ripe(self, count: int) -> list[SimulatedGroup]:
+        """Finished groups that are young enough, at most so many; too old ones are queued again."""
+        fresh: list[SimulatedGroup] = []
+        for group in self._finished:
+            if group.oldest >= self.iteration - self.layout.max_staleness:
+                fresh.append(group)
+            else:
+                self.run.stale_groups += 1
+                again = self._draw(again=group)
+                self._awaited += again.plays >= PATIENCE
+                self._queue.appendleft(again)
+        if self._awaited:
+            self._finished = fresh
+            return []
+        fresh.sort(key=lambda group: -group.plays)
+        self._finished = fresh[count:]
+        return fresh[:count]
+
+    # Both
+
+    def _update(self, taken: list[SimulatedGroup]) -> Iterator[Any]:
+        """Learn from groups, and note their ages."""
+        rates = self.world.rates
+        ages: dict[int, float] = {}
+        for group in taken:
+            for sequence in group.sequences:
+                for version, tokens in sequence.tokens_by_version():
+                    ages[self.iteration - version] = ages.get(self.iteration - version, 0.0) + tokens
+        self.run.ages.append(ages)
+        self.run.oldest.append(max(self.iteration - group.oldest for group in taken))
+        self.run.learned.append([group.number for group in taken])
+        tokens = sum(group.num_tokens for group in taken)
+        seconds = rates.update_seconds + tokens * rates.token_seconds / self.layout.trainers
+        self._busy_s += yield from self.world.compute(seconds)
+        self.run.ends.append(self.env.now)
+
+
+def _cut(groups: list[SimulatedGroup], workers: int, each: int) -> list[list[SimulatedGroup]]:
+    """Tasks of a collection, as in rl_core/rollout_workers/team.py."""
+    tasks = min(len(groups), workers * each if workers > 1 else 1)
+    edges = [len(groups) * place // tasks for place in range(tasks + 1)]
+    return [groups[begin:end] for begin, end in pairwise(edges)]

@@ -1,0 +1,1 @@
+"""Parts of tests/benchmarks/scale.py: the task, the runs, the kills, the simulation's validation, the pictures."""

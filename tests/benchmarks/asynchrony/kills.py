@@ -1,0 +1,239 @@
+"""Kills of rollout workers and of the driver while the policy stage trains on Ray; the results are compared afterwards.
+
+    python -m asynchrony.kills workers FOLDER --kills N [--staleness K]   SIGKILL to one actor after another
+    python -m asynchrony.kills driver FOLDER --kills N [--staleness K]    SIGKILL to the trainer, then the same command
+
+workers, synchronous: weights and metrics are those of one process, bit for bit. Asynchronous: each group is learned
+from once, none is lost, none is older than the bound, and the replay of the schedule gives the same weights. driver,
+synchronous: the finished model has the bytes of a run that nobody killed; asynchronous: the same, once its schedule is
+replayed from the weights that it began with.
+After each kill of the driver nothing of Ray's is left running; at the end nothing is left in /dev/shm or the temporary
+folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+ITERATIONS = 8  # of each run whose driver is killed
+
+
+def leftovers():
+    """Session folders of ours and files in shared memory."""
+    from rl_core.storage.session_folders import SESSION_PREFIX
+
+    folders = Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}*")
+    return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
+
+
+def processes_of(mark):
+    """Processes whose command line has this text, this one left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = entry.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if mark in text and int(entry.parent.name) != os.getpid():
+            found.append(int(entry.parent.name))
+    return found
+
+
+def comparable(metrics):
+    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+def weights_of(trainer):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+class Killer(threading.Thread):
+    """Kills a living actor of a team after random pauses, until it has done so often enough."""
+
+    def __init__(self, team, kills, generator):
+        super().__init__(daemon=True)
+        self.team, self.kills, self.random, self.done = team, kills, generator, 0
+        self.living = {}  # number of a seat -> the seat, and the process that reported from it last
+        self.killed = set()
+        verify = team._verify
+        team._verify = lambda seat, report: (
+            verify(seat, report),
+            self.living.update({seat.number: (seat, report.pid)}),
+        )
+
+    def run(self):
+        while self.done < self.kills:
+            time.sleep(self.random.uniform(0.05, 1.0))
+            alive = {
+                number: pid for number, (seat, pid) in self.living.items() if pid not in self.killed and seat.losses < 3
+            }
+            if alive:
+                pid = alive[self.random.choice(sorted(alive))]
+                self.killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+                self.done += 1
+
+
+def kill_workers(folder, kills, staleness, seed):
+    """One run of as many iterations as the kills take."""
+    from asynchrony.slow_tools import IN_PROCESS, make_trainer, on_ray
+
+    before, schedule = leftovers(), folder / "schedule.jsonl"
+    schedule.unlink(missing_ok=True)
+    options = dict(prompts_per_iteration=4, group_size=3, learning_rate=1e-3, importance="token", mean=0.02)
+    trainer, close = make_trainer(on_ray(2, staleness), schedule=schedule, **options)
+    team = trainer.stream or trainer.team
+    rows, killer = [], Killer(team, kills, random.Random(seed))
+    try:
+        rows.append(comparable(trainer.step()))
+        killer.start()
+        while killer.is_alive():
+            rows.append(comparable(trainer.step()))
+        found = {"kills": killer.done, "lost": team.lost_workers, "replayed_groups": team.replayed_groups}
+        if trainer.stream is not None:
+            used = learned(schedule)
+            whole = sorted([*used, *(ticket.number for ticket in team._open())])
+            found["each_group_once"] = whole == list(range(team._next)) and len(used) == 4 * len(rows)
+            found["stale_groups"] = team.stale_groups
+    finally:
+        close()
+    found["left_over"] = sorted(leftovers() - before)
+    if staleness:
+        from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+
+        again, _ = make_trainer(on_ray(2, staleness), schedule=None, **options)
+        again.stream = ScheduleReplay(schedule, again.stream.parts, staleness)
+    else:
+        again, _ = make_trainer(IN_PROCESS, **options)
+    same = 0
+    for row in rows:
+        other = comparable(again.step())
+        same += all(other[name] == row.get(name) for name in other if not name.startswith("policy/staleness"))
+    return {**found, "iterations": len(rows), "equal_iterations": same,
+            "equal_weights": weights_of(again) == weights_of(trainer)}  # fmt: skip
+
+
+def learned(schedule):
+    """Numbers of the groups that were learned from: of an iteration that was computed twice, the last time."""
+    from rl_core.rollout_workers.schedule_replay import read_schedule
+
+    return [group["number"] for lines in read_schedule(schedule).values() for line in lines for group in line["groups"]]
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+
+
+def stage(folder, rollouts):
+    """The policy stage from its last checkpoint to its end: what a killed driver did."""
+    from helpers import policy_stage
+
+    from tasks.stages import policy
+
+    base = folder.parent / "base"
+    options = {"rewards": {"task": 1.0}, "iterations": ITERATIONS, "checkpoint_every": 1, "importance": "token"}
+    policy._body(policy_stage.context_of(base, folder, rollouts=rollouts, **options))
+
+
+def kill_driver(folder, kills, staleness, seed):
+    """Runs of the stage, one after the other, each killed at random moments until it ends."""
+    from helpers import policy_stage
+
+    generator, before = random.Random(seed), leftovers()
+    if not (folder / "base").exists():
+        policy_stage.save_base(folder / "base", "tiny")
+    rollouts = {"workers": "ray", "count": 1}
+    rollouts |= {"max_staleness": staleness} if staleness else {}
+    run_stage(folder / "whole", {"independent": True})
+    took = run_stage(folder / "whole-ray", rollouts)
+    digest = digest_of(folder / "whole")
+    assert staleness or digest_of(folder / "whole-ray") == digest
+    done, runs, equal, lingering, once = 0, 0, 0, 0, 0
+    while done < kills:
+        place = folder / f"run-{runs}"
+        while True:
+            process = start(place, rollouts)
+            try:
+                process.wait(generator.uniform(0.2, 1.0) * took if done < kills else 600)
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                done += 1
+                lingering += len(waited_for())
+        assert process.returncode == 0, place
+        runs += 1
+        if staleness:
+            used = learned(place / "schedule.jsonl")
+            once += len(used) == len(set(used)) == 3 * ITERATIONS
+            run_stage(folder / f"again-{runs}", {**rollouts, "replay_schedule": str(place / "schedule.jsonl")})
+            equal += digest_of(folder / f"again-{runs}") == digest_of(place)
+        else:
+            equal += digest_of(place) == digest
+        print(json.dumps({"kills": done, "runs": runs, "equal": equal, "lingering": lingering}), flush=True)
+    return {"kills": done, "runs": runs, "equal": equal, "each_group_once": once, "lingering": lingering,
+            "left_over": sorted(leftovers() - before)}  # fmt: skip
+
+
+def start(place, rollouts):
+    command = [sys.executable, "-m", "asynchrony.kills", "stage", str(place), "--rollouts", json.dumps(rollouts)]
+    with open(f"{place}.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def run_stage(place, rollouts):
+    """Run the stage to its end; returns its seconds."""
+    began = time.monotonic()
+    assert start(place, rollouts).wait() == 0, place
+    return time.monotonic() - began
+
+
+def digest_of(place):
+    return hashlib.sha256((place / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def waited_for(seconds=20.0):
+    """Processes of Ray that still run so long after their driver was killed."""
+    from rl_core.storage.session_folders import SESSION_PREFIX
+
+    end = time.monotonic() + seconds
+    while (found := processes_of(f"{tempfile.gettempdir()}/{SESSION_PREFIX}")) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=("workers", "driver", "stage"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rollouts", type=json.loads, default={})
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.kind == "stage":
+        return stage(options.folder, options.rollouts)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    do = {"workers": kill_workers, "driver": kill_driver}[options.kind]
+    found = do(options.folder, options.kills, options.staleness, options.seed)
+    print(json.dumps({"kind": options.kind, "staleness": options.staleness, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""One measured run in a process of its own: python -m asynchrony.one_run JSON; prints JSON on its last line.
+
+kind "steps": iterations of one layout for so many seconds. "parts": seconds of a decoding step and of an update, by
+least squares over batches of several sizes. "learning": success by iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+WARM_UP = 2
+
+
+def busy_cores(seconds=0.5):
+    """Cores of this machine that others keep busy, before anything of ours runs."""
+
+    def read():
+        with open("/proc/stat") as file:
+            fields = [int(text) for text in file.readline().split()[1:]]
+        return sum(fields) - fields[3] - fields[4]
+
+    before = read()
+    time.sleep(seconds)
+    return (read() - before) / 100 / seconds
+
+
+def layout_of(options):
+    from asynchrony.slow_tools import IN_PROCESS, on_ray
+
+    if not options["workers"]:
+        return IN_PROCESS
+    return on_ray(options["workers"], options.get("staleness", 0), partial=options.get("partial", "keep"))
+
+
+def steps(options):
+    """Iterations after the warm-up, for `seconds`; at least `least`."""
+    from asynchrony.slow_tools import make_trainer
+    from rl_core.timing import collected
+
+    began = time.monotonic()
+    more = {"sampling": {"rejoin": options.get("rejoin", "together")}, **options.get("trainer", {})}
+    trainer, close = make_trainer(layout_of(options), shape=options.get("shape", "0.9M"), mean=options["mean"], **more)
+    rows, ends = [], []
+    try:
+        for _ in range(WARM_UP):
+            trainer.step()
+        start = time.monotonic()
+        while time.monotonic() - start < options["seconds"] or len(rows) < options.get("least", 4):
+            with collected() as seconds:
+                row = trainer.step()
+            rows.append(row | {f"perf/{name}_seconds": value for name, value in seconds.items()})
+            ends.append(time.monotonic() - start)
+    finally:
+        close()
+    names = sorted({name for row in rows for name in row if name.startswith(("perf/", "policy/staleness"))})
+    return {
+        "start_s": start - began,
+        "iterations": len(rows),
+        "seconds": ends[-1],
+        "iteration_s": ends[-1] / len(rows),
+        "median_s": statistics.median(np.diff([0.0, *ends])),
+        "each": np.diff([0.0, *ends]).tolist(),
+        "metrics": {name: statistics.fmean(row.get(name, 0.0) for row in rows) for name in names},
+        "tokens": statistics.fmean(row["train/action_tokens"] for row in rows),
+    }
+
+
+def parts(options):
+    """Seconds of a step, a row, a turn and an update, and the sizes of turns; tools take no time, all in process."""
+    from asynchrony.slow_tools import IN_PROCESS, make_trainer
+
+    decode, update, sizes = [], [], []
+    for prompts in options["prompts"]:
+        trainer, _ = make_trainer(
+            IN_PROCESS, shape=options.get("shape", "0.9M"), prompts_per_iteration=prompts, seed=prompts
+        )
+        trainer.step()
+        for _ in range(options["repeats"]):
+            row = trainer.step()
+            turns = [[turn.num_tokens for turn in r.trajectory.turns] for g in trainer.groups for r in g.rollouts]
+            most = max(map(len, turns))
+            num_steps = sum(max(row[turn] for row in turns if len(row) > turn) for turn in range(most))
+            tokens = sum(map(sum, turns))
+            decode.append((num_steps, tokens, sum(map(len, turns)), row["perf/rollout_seconds"]))
+            update.append((1.0, tokens, row["perf/update_seconds"] + row["perf/reward_seconds"]))
+            sizes += [size for row in turns for size in row]
+    step, row, turn = solve(decode)
+    fixed, token = solve(update)
+    return {"step_seconds": step, "row_seconds": row, "turn_seconds": turn, "update_seconds": fixed,
+            "token_seconds": token, "turn_tokens": sizes, "decode_rows": decode, "update_rows": update}  # fmt: skip
+
+
+def solve(rows):
+    """Non-negative least squares, relative to each measured time."""
+    from scipy.optimize import nnls
+
+    table = np.array(rows, float)
+    weight = 1 / table[:, -1:]
+    return nnls(table[:, :-1] * weight, np.ones(len(table)))[0].tolist()
+
+
+def learning(options):
+    """Success of each iteration on the letters task, from the same untrained model."""
+    from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, on_ray
+
+    rollouts = on_ray(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+    task = SlowTools(options["mean"], 3, noise=0.0)
+    trainer, close = make_trainer(
+        rollouts, seed=options["seed"], learning_rate=options["learning_rate"], importance="token", environment=task,
+        prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6, shape="0.1M", ends=100,
+    )  # fmt: skip
+    found = []
+    try:
+        for _ in range(options["iterations"]):
+            row = trainer.step()
+            found.append([row["reward/mean"], row.get("policy/staleness_mean", 0.0),
+                          row.get("policy/staleness_max", 0.0)])  # fmt: skip
+    finally:
+        close()
+    return {"rows": found, "stale_groups": row.get("perf/stale_groups", 0.0)}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    others = busy_cores()
+    torch.set_num_threads(1)
+    result = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]](given)
+    print(json.dumps({**given, **result, "others": round(others, 2)}))

@@ -1,0 +1,70 @@
+"""The simulation beside measured runs: durations of the parts go in, the length of an iteration comes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
+from flows.planning.simulation import simulate
+from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+
+CORES = 2  # of the machine that was measured
+SIGMA = 1.0  # of the tools, see slow_tools
+ITERATIONS = 24
+
+
+@dataclass
+class Measured:
+    """Draws from measured values, each with the same chance."""
+
+    values: list[float]
+
+    def draw(self, generator, shape):
+        return generator.choice(self.values, shape)
+
+
+def rates_of(points: Path) -> tuple[ClusterRates, Measured]:
+    """Durations of the parts. Weights: the trainer's pause asynchronously, and what is more of it synchronously."""
+    parts = json.loads((points / "parts-0.9M.json").read_text())
+    late, turns = (json.loads((points / f"{kind}-1-0ms.json").read_text())["metrics"] for kind in ("async", "sync"))
+    publish = late["perf/weight_sync_seconds"]
+    names = ("step_seconds", "row_seconds", "turn_seconds", "update_seconds", "token_seconds")
+    rates = ClusterRates(
+        **{name: parts[name] for name in names}, publish_seconds=publish,
+        load_seconds=max(0.0, turns["perf/weight_sync_seconds"] - publish), turns=3,
+    )  # fmt: skip
+    return rates, Measured(parts["turn_tokens"])
+
+
+def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured) -> float:
+    """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
+    kind, *rest = name.split("-")
+    workers = int(rest[0]) if kind != "alone" else 1
+    layout = ClusterLayout(
+        prompts=8, group_size=4, workers=workers, max_staleness=int(kind == "async"), cores=CORES,
+        rejoin="ready" if kind == "ready" else "together",
+    )  # fmt: skip
+    if kind == "alone":
+        rates = ClusterRates(**{**vars(rates), "publish_seconds": 0.0, "load_seconds": 0.0})
+    sizes = RolloutSizes(turns=3, tokens=tokens, tools=LogNormalSpread(mean=mean, sigma=SIGMA))
+    seeds = range(3)
+    return float(np.mean([simulate(layout, rates, sizes, iterations=ITERATIONS, seed=s).iteration_s for s in seeds]))
+
+
+def predict(points: Path) -> list[dict]:
+    """Rows (name, measured, simulated, error) of every run; kept in simulation.json."""
+    rates, tokens = rates_of(points)
+    rows = []
+    for path in sorted(points.glob("*-*ms.json")):
+        run = json.loads(path.read_text())
+        found = predicted(path.stem, run["mean"], rates, tokens)
+        error = found / run["iteration_s"] - 1
+        rows.append({"name": path.stem, "measured": run["iteration_s"], "simulated": found, "error": error})
+        print(f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {found:7.3f}  {error:+.1%}")
+    (points / "simulation.json").write_text(json.dumps({"rates": {**vars(rates), "tokens": None, "tools": None},
+                                                        "rows": rows}))  # fmt: skip
+    return rows

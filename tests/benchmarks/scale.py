@@ -1,0 +1,135 @@
+"""Rollout workers: steps a second, learning at a staleness, kills, the overhead of Ray, and the simulation beside them.
+
+    python tests/benchmarks/scale.py --output DIR [--parts steps,overhead,learning,kills,simulation,paper,report]
+        [--seconds 20] [--seeds 3] [--kills 25] [--only 'async-4*']
+
+Needs the extras `ray` and `plan`. Each run is a process of its own with one thread; a finished one is DIR/points/*.json
+and is not run again. Tools answer after a log-normal time (sigma 1) of mean 0, 50 or 500 ms. `simulation` needs no new
+run: it takes the durations of the parts (`parts-*.json`) and predicts the iterations of `steps`. `report` writes
+DIR/scale.md and DIR/scale*.png from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "tests")]
+
+MEANS = (0.0, 0.05, 0.5)
+WORKERS = (1, 2, 4)
+PARTS = ("steps", "overhead", "learning", "kills", "simulation", "paper", "report")
+
+
+def run_jobs(options):
+    """Jobs of the chosen parts: name -> arguments of asynchrony.one_run."""
+    jobs = {}
+    if "steps" in options.parts:
+        jobs["parts-0.9M"] = dict(kind="parts", prompts=[1, 2, 4, 8, 16], repeats=3)
+        for mean in MEANS:
+            ms = f"{1000 * mean:.0f}ms"
+            common = dict(kind="steps", mean=mean, seconds=options.seconds * (1.6 if mean > 0.1 else 1))
+            jobs[f"alone-{ms}"] = {**common, "workers": 0}
+            for workers in WORKERS:
+                jobs[f"sync-{workers}-{ms}"] = {**common, "workers": workers}
+                jobs[f"async-{workers}-{ms}"] = {**common, "workers": workers, "staleness": 1}
+        for mean in MEANS[1:]:  # synchronous, each step rejoins when its own tool has answered
+            for workers in WORKERS:
+                name = f"ready-{workers}-{1000 * mean:.0f}ms"
+                jobs[name] = dict(kind="steps", mean=mean, seconds=options.seconds, workers=workers, rejoin="ready")
+    if "overhead" in options.parts:
+        for turn in range(options.repeats):
+            for workers in (0, 1):
+                jobs[f"overhead-{workers}-{turn}"] = dict(
+                    kind="steps", mean=0.0, seconds=options.seconds, least=6, workers=workers, shape="27M"
+                )
+    if "learning" in options.parts:
+        for seed in range(options.seeds):
+            for staleness in (0, 1, 4):
+                jobs[f"learning-{staleness}-{seed}"] = dict(
+                    kind="learning", staleness=staleness, workers=2, seed=seed, mean=0.02,
+                    iterations=options.iterations, learning_rate=options.learning_rate,
+                )  # fmt: skip
+    return {name: job for name, job in jobs.items() if fnmatch.fnmatch(name, options.only)}
+
+
+def python(arguments, environment=()):
+    """Standard output of a process of this Python with one thread."""
+    path = os.pathsep.join(map(str, (HERE, ROOT / "tests", ROOT)))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **dict(environment)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], env=variables, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def kept(path, make):
+    """A finished point, or a new one."""
+    if path.is_file():
+        return json.loads(path.read_text())
+    found = make()
+    path.write_text(json.dumps(found))
+    return found
+
+
+def kill_runs(options, points):
+    """SIGKILL to workers and drivers, synchronous and asynchronous; a temporary folder of their own."""
+    for kind in ("workers", "driver"):
+        for staleness in (0, 1):
+            name = f"kills-{kind}-{staleness}"
+            if not fnmatch.fnmatch(name, options.only):
+                continue
+            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+            with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as folder:
+                arguments = ["-m", "asynchrony.kills", kind, f"{folder}/runs", "--staleness", str(staleness),
+                             "--kills", str(options.kills), "--seed", str(options.seed)]  # fmt: skip
+                kept(points / f"{name}.json", lambda a=arguments, f=folder: last(python(a, {"TMPDIR": f}.items())))
+
+
+def last(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of steps and overhead")
+    parser.add_argument("--repeats", type=int, default=2, help="of the overhead, alternating")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=60, help="of each learning run")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--kills", type=int, default=25, help="of each of four kinds")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--only", default="*", help="names of runs, as a pattern")
+    options = parser.parse_args()
+    points = options.output.resolve() / "points"
+    points.mkdir(parents=True, exist_ok=True)
+    for name, job in run_jobs(options).items():
+        print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+        kept(points / f"{name}.json", lambda job=job: last(python(["-m", "asynchrony.one_run", json.dumps(job)])))
+    if "kills" in options.parts:
+        kill_runs(options, points)
+    from asynchrony import paper, report, validation
+
+    if "simulation" in options.parts:
+        validation.predict(points)
+    if "paper" in options.parts:
+        paper.study(lambda name, make: kept(points / f"paper-{name}.json", make))
+    if "report" in options.parts:
+        report.write(points, options.output.resolve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

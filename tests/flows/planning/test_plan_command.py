@@ -1,0 +1,114 @@
+"""`posttrain plan --simulate`: shares of GPUs, numbers of workers, rates from a file or from a finished stage."""
+
+import json
+import re
+
+import pytest
+
+from flows.cli.main import main
+from flows.planning.cluster_layout import ClusterLayout
+from flows.planning.cluster_study import compare_shares, compare_workers, split
+from flows.planning.measured_rates import rates_from_records
+from rl_core.errors import DataError, SettingsError
+from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+
+RATES = "{step_seconds: 1, row_seconds: 0, load_seconds: 0, update_seconds: 4, token_seconds: 0, tokens: {mean: 10}}"
+CONFIG = """
+name: planned
+stages:
+  policy: {prompts_per_iteration: 4, group_size: 2}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    (tmp_path / "rates.yaml").write_text(RATES)
+    return tmp_path
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_workers_of_a_file_of_rates(folder, capsys):
+    """Rollouts 10 s (two tasks, one after the other, on two workers), updates 4 s."""
+    shown = json.loads(planned(capsys, "--rates", "rates.yaml", "--workers", "1,2", "--staleness", "0,1", "--json"))
+    rows = {(row["workers"], row["max_staleness"]): row for row in shown["layouts"]}
+    assert {key: row["iteration_seconds"] for key, row in rows.items()} == {
+        (1, 0): 14, (1, 1): 10, (2, 0): 24, (2, 1): 10
+    }  # fmt: skip
+    assert rows[1, 1]["speed_up"] == pytest.approx(1.4) and rows[2, 0]["speed_up"] == pytest.approx(14 / 24)
+    text = planned(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "0,1")
+    assert "fastest: 1 workers, 1 trainers, max_staleness 1: 1.40 times" in text and "rates: rates.yaml" in text
+
+
+def test_shares_of_gpus(folder, capsys):
+    text = planned(capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "1")
+    assert "4 GPUs, 4 x 2 rollouts" in text and "the same" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "none.yaml"], "none.yaml"),
+        (["--rates", "bad.yaml"], "bad.yaml:1: tokens.mean: "),
+        (["--gpus", "1", "--rates", "rates.yaml"], "--gpus: 1: rollouts beside updates need at least 2"),
+        ([], r"no finished policy stage of planned in .*outputs; run it once .* or name a file .* --rates"),
+    ],
+)
+def test_refusals_are_one_line(folder, capsys, arguments, message):
+    (folder / "bad.yaml").write_text("{tokens: {mean: -3}}")
+    assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and re.search(message, said), said
+
+
+def test_a_plan_without_a_policy_or_a_kind_is_refused(folder, capsys):
+    (folder / "mine.yaml").write_text("name: planned\nstages: {sft: {}}\n")
+    assert main(["plan", "mine.yaml", "--simulate", "--set", "stages.prepare_data={}"]) == 2
+    assert "no stage policy" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "mine.yaml"])
+
+
+def test_gpus_are_split_into_at_least_one_of_each():
+    assert [split(8, share) for share in (0.01, 0.5, 0.75, 1.0)] == [(1, 7), (4, 4), (6, 2), (7, 1)]
+    with pytest.raises(SettingsError, match="at least 2"):
+        split(1, 0.5)
+
+
+def test_the_baseline_of_shares_uses_every_gpu_for_both():
+    """4 groups on 4 GPUs: 10 s, then 80 tokens on 4 trainers: 20 s. On 2 + 2 in turns 10 + 40, asynchronous 40."""
+    rates = ClusterRates(
+        step_seconds=1,
+        row_seconds=0,
+        update_seconds=0,
+        token_seconds=1,
+        load_seconds=0,
+        tokens=LogNormalSpread(mean=10),
+    )
+    layout = ClusterLayout(prompts=4, group_size=2)
+    found = compare_shares(layout, rates, 4, staleness=(0, 1), shares=(0.5,))
+    assert [one.run.iteration_s for one in found] == [30, 50, 40]
+    assert [one.speed_up for one in found] == pytest.approx([1, 0.6, 0.75])
+    (same,) = compare_workers(layout, rates, (1,), staleness=(0,))
+    assert same.speed_up == 1 and same.run is same.baseline
+
+
+def test_rates_of_a_finished_stage_by_hand():
+    """8 rollouts of 100 tokens each: 6 s of decoding, half by rows (800), half by steps (100); 1.6 s of update."""
+    row = {"perf/rollout_seconds": 9.0, "perf/environment_seconds": 2.0, "perf/weight_sync_seconds": 1.0,
+           "perf/update_seconds": 1.5, "perf/reward_seconds": 0.1, "train/action_tokens": 100.0,
+           "train/action_tokens_p10": 100.0, "train/action_tokens_p90": 100.0}  # fmt: skip
+    slow = {**row, "perf/rollout_seconds": 60.0}
+    found = rates_from_records([(0, slow), (1, row), (2, row), (3, row)], 8, 512)
+    assert found.step_seconds == pytest.approx(3 / 100) and found.row_seconds == pytest.approx(3 / 800)
+    assert found.token_seconds == pytest.approx(1.6 / 800) and found.load_seconds == 1.0
+    assert found.tokens == LogNormalSpread(mean=100, sigma=0, most=512)
+    wide = {**row, "train/action_tokens_p10": 50.0, "train/action_tokens_p90": 200.0}
+    assert rates_from_records([(0, row), (1, wide), (2, wide)], 8, 512).tokens.sigma == pytest.approx(0.541)
+    with pytest.raises(DataError, match="fewer than three iterations"):
+        rates_from_records([(0, row), (1, row)], 8, 512)

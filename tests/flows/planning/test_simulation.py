@@ -1,0 +1,192 @@
+"""Simulated schedules, worked by hand: deterministic durations, one second a token where nothing else is said."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flows.planning import simulation
+from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
+from flows.planning.simulation import simulate
+from rl_core.errors import SettingsError
+from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+
+TEN = LogNormalSpread(mean=10)
+
+
+def rates(**changes):
+    """10 tokens of a second each, an update of 4 s, everything else in no time."""
+    values = dict(step_seconds=1, row_seconds=0, update_seconds=4, token_seconds=0, load_seconds=0, tokens=TEN)
+    return ClusterRates(**{**values, **changes})
+
+
+class Table(RolloutSizes):
+    """Sizes by the number of the group; 10 tokens, and tools of no time, elsewhere."""
+
+    def __init__(self, tokens, tools=None):
+        object.__setattr__(self, "table", (tokens, tools or {}))
+
+    def draw(self, seed, number, count):
+        tokens, tools = self.table
+        rows = tokens.get(number, [10.0])
+        return np.array([rows] * count, float), np.array([tools.get(number, [0.0] * (len(rows) - 1))] * count, float)
+
+
+def run(layout, iterations, sizes=None, **changes):
+    options = dict(prompts=2, group_size=2, refill=False)
+    return simulate(ClusterLayout(**{**options, **layout}), rates(**changes), sizes, iterations=iterations)
+
+
+def test_synchronous_phases_take_turns():
+    found = run({}, 3)
+    assert found.ends == [14, 28, 42] and found.learned == [[0, 1], [2, 3], [4, 5]]
+    assert found.ages == [{0: 40.0}] * 3
+    assert found.worker_share == pytest.approx(10 / 14) and found.trainer_share == pytest.approx(4 / 14)
+
+
+def test_rollouts_go_on_during_updates():
+    """Played 0-10, 10-20, 20-30; updates 10-14, 20-24: 4 of 10 tokens of each of 4 rollouts are a version behind."""
+    found = run({"max_staleness": 1}, 4)
+    assert found.ends == [14, 24, 34, 44]
+    assert found.ages == [{0: 40.0}, *[{1: 16.0, 0: 24.0}] * 3] and found.oldest == [0, 1, 1, 1]
+    assert found.iteration_s == 10 and found.staleness == pytest.approx(0.4)
+
+
+def test_the_queue_ahead_of_the_trainer_is_bounded():
+    """Updates of 25 s: what was played at 10-20 and 35-45 waits for 35 and 60, and nothing else is begun."""
+    found = run({"max_staleness": 1}, 3, update_seconds=25)
+    assert found.ends == [35, 60, 85] and found.ages[1:] == [{1: 40.0}] * 2
+    assert found.worker_share == pytest.approx(40 / 85)  # runs at 0, 10, 35 and 60
+
+
+def test_a_group_that_became_too_old_is_played_again_and_in_the_end_awaited():
+    """Group 1 takes 98 s, the others 10, updates 5: iteration i learns at 15 (i + 1) from group i + 1.
+
+    Group 1 ends at 98 under iteration 6 (begun with version 0), at 196 under 13 (version 6), and is awaited until 294.
+    """
+    layout = {"prompts": 1, "group_size": 1, "workers": 2, "max_staleness": 1}
+    found = run(layout, 15, Table({1: [98.0]}), update_seconds=5)
+    assert found.learned == [[0], *[[number] for number in range(2, 14)], [1], [14]]
+    assert found.ends == [*(15 * (i + 1) for i in range(13)), 299, 304]
+    assert found.stale_groups == 2 and max(found.oldest) == 1
+
+
+def test_a_larger_bound_takes_what_a_smaller_one_plays_again():
+    """Iteration i learns from 10 (i + 1) on; group 1 arrives at 98, in the ninth after the first."""
+    layout = {"prompts": 1, "group_size": 1, "workers": 2, "max_staleness": 9}
+    found = run(layout, 10, Table({1: [98.0]}), update_seconds=5)
+    assert found.learned[9] == [1] and found.ends == [*(15 + 10 * i for i in range(9)), 103]
+    assert found.stale_groups == 0 and found.oldest == [0, *[1] * 8, 9]
+
+
+def test_dropped_rollouts_begin_anew_with_new_weights():
+    """The run that began at 10 is begun again at 14: an iteration takes as long as a synchronous one."""
+    found = run({"max_staleness": 1, "partial": "drop"}, 3)
+    assert found.ends == [14, 28, 42] and found.ages == [{0: 40.0}] * 3 and found.dropped_rollouts == 8
+
+
+def test_rows_slow_a_step_and_slots_bound_them():
+    """Ten tokens of two rows at 2 s, ten of one row at 1.5 s; with one slot 30 tokens of one row."""
+    sizes = Table({0: [10.0], 1: [20.0]})
+    assert run({"group_size": 1}, 1, sizes, row_seconds=0.5).ends == [20 + 15 + 4]
+    assert run({"group_size": 1, "slots": 1}, 1, sizes, row_seconds=0.5).ends == [30 * 1.5 + 4]
+
+
+def test_tools_are_waited_for_together_or_one_by_one():
+    """Group 0 answers at 15 and decodes 30 tokens more; group 1 answers at 30 and decodes 10."""
+    sizes = Table({0: [10.0, 30.0], 1: [10.0, 10.0]}, {0: [5.0], 1: [20.0]})
+    assert run({"group_size": 1}, 1, sizes).ends == [45 + 4]
+    assert run({"group_size": 1, "rejoin": "together"}, 1, sizes).ends == [60 + 4]
+
+
+def test_free_slots_wait_for_the_end_of_a_run_or_are_filled():
+    """Groups of 10 and 30 tokens: the first update learns from both at 30, or from groups 0 and 2 at 20."""
+    layout, sizes = {"group_size": 1, "slots": 2, "max_staleness": 1}, Table({1: [30.0]})
+    assert run(layout, 1, sizes).learned == [[0, 1]] and run(layout, 1, sizes).ends == [34]
+    filled = run({**layout, "refill": True}, 1, sizes)
+    assert filled.learned == [[0, 2]] and filled.ends == [24]
+
+
+def test_workers_share_tasks_and_trainers_share_tokens():
+    """Two workers, tasks of one group each: 3 groups take 20 s; 60 tokens on 3 trainers 20 s; a change of 1 s twice."""
+    found = run({"prompts": 3, "workers": 2, "trainers": 3}, 2, token_seconds=1, update_seconds=0)
+    assert found.ends == [40, 80]
+    same = {"prompts": 3, "workers": 2, "trainers": 2, "shares_gpus": True}
+    assert run(same, 2, token_seconds=1, update_seconds=0, switch_seconds=1).ends == [51, 103]
+
+
+def test_weights_take_time_on_both_sides():
+    """Synchronous: 3 + 2 + 10 + 4. Asynchronous: the worker loads between steps, the trainer publishes meanwhile."""
+    assert run({}, 2, publish_seconds=3, load_seconds=2).ends == [19, 38]
+    assert run({"max_staleness": 1}, 4, publish_seconds=3, load_seconds=2).iteration_s == 12
+
+
+def test_processes_on_one_core_gain_nothing():
+    found = run({"max_staleness": 1, "cores": 1}, 12)
+    assert found.iteration_s == pytest.approx(14, rel=0.01)
+    assert run({"max_staleness": 1, "cores": 2}, 12).iteration_s == pytest.approx(10, rel=0.01)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 3))
+def test_without_variance_the_shorter_phase_is_hidden_and_nothing_else(tokens, update, staleness, workers):
+    """Speed-up (R + U) / max(R, U): 1 where one phase takes no time, never above 2."""
+    changes = {"tokens": LogNormalSpread(mean=tokens), "update_seconds": update}
+    layout = {"prompts": 6, "workers": workers, "tasks_each": 1}
+    late, turns = run({**layout, "max_staleness": staleness}, 12, **changes), run(layout, 4, **changes)
+    assert turns.iteration_s / late.iteration_s == pytest.approx((tokens + update) / max(tokens, update))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 3), st.integers(1, 5), st.booleans(), st.sampled_from(["keep", "drop"]))
+def test_every_group_is_learned_from_once_and_none_beyond_the_bound(seed, staleness, workers, refill, partial):
+    sizes = RolloutSizes(turns=2, tokens=LogNormalSpread(mean=10, sigma=1.5), tools=LogNormalSpread(mean=9, sigma=1.5))
+    layout = ClusterLayout(
+        prompts=4, group_size=2, workers=workers, slots=3, max_staleness=staleness, refill=refill, partial=partial
+    )
+    found = simulate(layout, rates(row_seconds=0.1), sizes, iterations=12, seed=seed)
+    learned = [number for numbers in found.learned for number in numbers]
+    assert len(learned) == len(set(learned)) == 48 and max(learned) < 4 * (12 + staleness)
+    assert max(found.oldest) <= staleness and max(age for ages in found.ages for age in ages) <= staleness
+    for numbers, ages in zip(found.learned, found.ages, strict=True):
+        played = sum(sizes.draw(seed, number, 2)[0].sum() for number in numbers)
+        assert sum(ages.values()) == pytest.approx(played)
+    again = simulate(layout, rates(row_seconds=0.1), sizes, iterations=12, seed=seed)
+    assert again.ends == found.ends
+
+
+def test_spreads_have_their_mean_and_their_limit():
+    drawn = LogNormalSpread(mean=50, sigma=1).draw(np.random.default_rng(0), (100_000,))
+    assert drawn.mean() == pytest.approx(50, rel=0.02) and np.log(drawn).std() == pytest.approx(1, rel=0.02)
+    assert LogNormalSpread(mean=50, sigma=1, most=60).draw(np.random.default_rng(0), (1000,)).max() == 60
+    assert LogNormalSpread().draw(np.random.default_rng(0), (2, 3)).tolist() == [[0.0] * 3] * 2
+
+
+def test_the_schedule_is_that_of_the_workers():
+    from rl_core.rollout_workers import stream, team
+
+    assert (
+        simulation.PATIENCE == stream.PATIENCE and ClusterLayout(prompts=1, group_size=1).tasks_each == team.TASKS_EACH
+    )
+    for count, workers in ((5, 1), (5, 2), (16, 3), (2, 4)):
+        assert simulation._cut(list(range(count)), workers, team.TASKS_EACH) == team._cut(count, workers)
+
+
+def test_runs_that_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(SettingsError, match="workers: 0 must be at least 1"):
+        run({"workers": 0}, 1)
+    with pytest.raises(SettingsError, match="shares_gpus: rollouts beside updates need GPUs of their own"):
+        run({"shares_gpus": True, "max_staleness": 1}, 1)
+    with pytest.raises(SettingsError, match="rollouts have to take some time"):
+        rates(tokens=LogNormalSpread())
+    with pytest.raises(SettingsError, match="iterations: 0"):
+        run({}, 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"needs the package simpy: pip install 'posttrain\[plan\]'"):
+        run({}, 1)
+
+
+def test_free_slots_are_filled_up_to_the_bound():
+    """4 groups begin at once, two of them wait for the update; at 14 two more begin, 4 s before version 2."""
+    found = run({"max_staleness": 1, "refill": True}, 3)
+    assert found.ends == [14, 18, 28] and found.ages == [{0: 40.0}, {1: 40.0}, {1: 16.0, 0: 24.0}]
