@@ -115,7 +115,7 @@ _FORBIDDEN = [
          user=STRANGER),
     *(Case(f"closed output: {command}", (command, "--output", "outputs"), ("outputs", "Permission denied"),
            {"outputs": closed_folder}, writes=True, user=STRANGER)
-      for command in ("runs", "approve", "resume", "gc", "sync")),
+      for command in ("runs", "approve", "resume", "gc", "sync", "status")),
     Case("closed trajectories", ("analyze", "c"), ("c: cannot be read: Permission denied",), {"c": closed_folder},
          user=STRANGER),
 ]  # fmt: skip
