@@ -213,7 +213,7 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
     }
 }
 
-/* As `vector_products`. */
+/* Products, each the call that it would be alone, in their order. */
 void products(const Product *all, int64_t count, packed_t *room, int threads) {
     for (int64_t i = 0; i < count; i++) {
         const Product *one = all + i;

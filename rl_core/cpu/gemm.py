@@ -89,8 +89,9 @@ class Gemm:
             place, count, number, place, count, number, place, count, count, count, number, place, number,
         )  # fmt: skip
         self._room.argtypes, self._room.restype = (count,), count
-        self._products = getattr(code, f"{product}s")
-        self._products.argtypes, self._products.restype = (place, count, place, number), None
+        self._products = getattr(code, f"{product}s", None)
+        if self._products is not None:
+            self._products.argtypes, self._products.restype = (place, count, place, number), None
         self._scratch = Scratch()
 
     def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -116,10 +117,8 @@ class Gemm:
         self._multiply(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
 
     def products(self, products: Sequence[Product]) -> None:
-        """Several products, each as it would be alone; no result is another's operand.
-
-        Those that add to the same numbers stand one behind the other, and begin at the same place.
-        """
+        """Several products in their order, each as it would be alone, by tiles."""
+        assert self._products is not None
         parts = [
             _RowPart(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
             for product in products

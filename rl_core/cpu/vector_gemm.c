@@ -134,7 +134,7 @@ static void copy_panel(const float *x, int64_t stride, int across, int64_t colum
             for (int64_t k = 0; k < depth; k++) out[k * PANEL + i] = x[i * stride + k];
 }
 
-/* Bytes that `vector_product` and `vector_products` need for so many threads. */
+/* Bytes that `vector_product` needs for so many threads. */
 int64_t vector_gemm_room(int64_t threads) {
     return threads * (PANELS * PANEL * DEEP + ROWS * LINE) * (int64_t)sizeof(float);
 }
@@ -167,25 +167,6 @@ void vector_product(const float *left, int64_t left_stride, int left_across, con
                     }
                 }
             }
-    }
-}
-
-/* A product and those behind it that add to the same numbers. */
-static void product_chain(const Product *one, const Product *end, float *room, int threads) {
-    const float *c = one->c;
-    for (; one < end && one->c == c; one++)
-        vector_product(one->left, one->left_stride, (int)one->left_across, one->parts, one->n_parts, (int)one->across,
-                       one->c, one->c_stride, one->rows, one->depth, (int)one->add, room, threads);
-}
-
-/* Products, each the call that it would be alone. Threads share out the products where there are many of them, else the
- * rows of each; neither changes a sum. Those that add to the same numbers stand one behind the other. */
-void vector_products(const Product *all, int64_t count, float *room, int threads) {
-    int is_shared_out = threads > 1 && count >= 4 * threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (is_shared_out)
-    for (int64_t i = 0; i < count; i++) {
-        float *own = room + (is_shared_out ? omp_get_thread_num() * vector_gemm_room(1) / (int64_t)sizeof(float) : 0);
-        if (i == 0 || all[i].c != all[i - 1].c) product_chain(all + i, all + count, own, is_shared_out ? 1 : threads);
     }
 }
 
