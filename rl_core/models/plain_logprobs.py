@@ -101,7 +101,7 @@ def head_weights(folder: str) -> dict[str, Any]:
     """Tensors of a folder under `score.`, by the rest of their names."""
     import safetensors.torch
 
-    found = {}
+    found: dict[str, Any] = {}
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
         tensors = safetensors.torch.load_file(path)
         found |= {name.removeprefix("score."): value for name, value in tensors.items() if name.startswith("score.")}
