@@ -154,15 +154,18 @@ def runs(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = loading.optional(arguments)
     from flows.cli.fitting_table import fitting_table
+    from tasks.lifecycle.dead_runs import dead_runs
     from tasks.tracking import list_runs, run_records
 
     output, uri = _store(arguments, settings)
+    # A run that was killed is still RUNNING in the store, until the next run or `doctor --repair` says so there.
+    gone = {one.run_id: one.why for one in dead_runs(output.resolve()) if one.run_id and not one.elsewhere}
     if arguments.format != "table":
-        records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where)
+        records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where, gone=gone)
         print(_exported(records, arguments.format), end="")
         return 0
     rows = list_runs(
-        output, uri=uri, limit=arguments.limit, where=arguments.where, settings=not arguments.no_settings
+        output, uri=uri, limit=arguments.limit, where=arguments.where, settings=not arguments.no_settings, gone=gone
     )  # fmt: skip
     none = "no run fits" if arguments.where else f"no runs in {output.absolute()}; start one: posttrain run demo"
     print(fitting_table(rows) if rows else none)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError, nearest
@@ -105,7 +107,13 @@ def _stage_of(key: str) -> str:
 
 
 def list_runs(
-    output: Path, uri: str | None = None, limit: int = 50, where: Sequence[str] = (), *, settings: bool = False
+    output: Path,
+    uri: str | None = None,
+    limit: int = 50,
+    where: Sequence[str] = (),
+    *,
+    settings: bool = False,
+    gone: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, str]]:
     """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
 
@@ -113,9 +121,10 @@ def list_runs(
     Args:
         limit: pipeline runs (sweeps count as one, with their trials). where: conditions that all hold (`Filter`).
         settings: add a column of the settings in which the listed runs of one pipeline differ.
+        gone: ids of runs whose process is gone, which the store does not know yet, with what was found.
     Raises: SettingsError for a condition that no run can be asked about.
     """
-    found = _in_order(output, uri, limit, where)
+    found = _in_order(output, uri, limit, where, gone)
     told = differing([row for _, row in found if _is_whole(row)]) if settings else {}
     lines = []
     for depth, row in found:
@@ -128,10 +137,15 @@ def list_runs(
 
 
 def run_records(
-    output: Path, uri: str | None = None, limit: int = 50, where: Sequence[str] = ()
+    output: Path,
+    uri: str | None = None,
+    limit: int = 50,
+    where: Sequence[str] = (),
+    *,
+    gone: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """The same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
-    rows = [row for _, row in _in_order(output, uri, limit, where)]
+    rows = [row for _, row in _in_order(output, uri, limit, where, gone)]
     told = differing([row for row in rows if _is_whole(row)])
     return [
         {
@@ -178,7 +192,9 @@ def _is_whole(row: RunRow) -> bool:
     return row.tags.get("kind") in ("pipeline", "trial", "stage") and "stage" not in row.tags
 
 
-def _in_order(output: Path, uri: str | None, limit: int, where: Sequence[str] = ()) -> list[tuple[int, RunRow]]:
+def _in_order(
+    output: Path, uri: str | None, limit: int, where: Sequence[str], gone: Mapping[str, str]
+) -> list[tuple[int, RunRow]]:
     """(depth, run): the newest pipeline run first, each followed by what is nested in it, the oldest first."""
     filters = [Filter(text) for text in where]
     tracking = Tracking(uri, output)
@@ -186,6 +202,7 @@ def _in_order(output: Path, uri: str | None, limit: int, where: Sequence[str] = 
     if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
         return []
     rows = tracking.list_runs(limit=_FILTERED if filters else min(50_000, 20 * limit))
+    rows = [_as_killed(row, gone[row.run_id]) if row.run_id in gone else row for row in rows]
     _check_known(filters, rows)
     known = {row.run_id for row in rows}
     children: dict[str, list[RunRow]] = {}
@@ -199,6 +216,10 @@ def _in_order(output: Path, uri: str | None, limit: int, where: Sequence[str] = 
     for row in tops[:limit]:
         found += _nested(row, children, 0)
     return found
+
+
+def _as_killed(row: RunRow, why: str) -> RunRow:
+    return dataclasses.replace(row, status="KILLED", tags={**row.tags, "interrupted": why})
 
 
 def _nested(row: RunRow, children: Mapping[str, list[RunRow]], depth: int) -> list[tuple[int, RunRow]]:

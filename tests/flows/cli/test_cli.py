@@ -602,6 +602,19 @@ def test_operations_without_runs_say_where_they_looked(command, tmp_path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_whose_process_is_gone_is_called_killed_before_anybody_repairs(tmp_path, monkeypatch, capsys):
+    """As by `resume`, `doctor` and the live page; the store says RUNNING until then."""
+    run = Tracking(None, tmp_path, "demo").start_run("demo · 1", tmp_path / "demo" / "runs" / "1")
+    gone = SimpleNamespace(run_id=run.run_id, why="process 3 is gone", elsewhere=False)
+    for found, status in (([], "running"), ([gone], "killed")):
+        monkeypatch.setattr("tasks.lifecycle.dead_runs.dead_runs", lambda root, found=found: found)
+        assert cli.main(["runs", "--output", str(tmp_path), "--json"]) == 0
+        assert [record["status"] for record in json.loads(capsys.readouterr().out)] == [status]
+    assert cli.main(["runs", "--output", str(tmp_path)]) == 0
+    assert "process 3 is gone" in capsys.readouterr().out
+    run.close()
+
+
 def test_runs_for_programs(tmp_path, capsys):
     assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
