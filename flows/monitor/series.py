@@ -166,4 +166,4 @@ def _rounded(values: np.ndarray, digits: int) -> list[float]:
     sizes = np.abs(values)
     powers = digits - 1 - np.floor(np.log10(np.where(sizes > 0, sizes, 1.0)))
     up, down = 10.0 ** np.clip(powers, 0, 300), 10.0 ** np.clip(-powers, 0, 300)  # powers above 0 are exact
-    return (np.rint(values * up / down) / up * down).tolist()  # type: ignore[no-any-return]
+    return (np.rint(values * up / down) / up * down).tolist()
