@@ -97,7 +97,9 @@ def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, S
         "mlflow_run": Shot(run(""), said("Report"), all_sizes=True),
         "mlflow_policy": Shot(charts, plotted),
         "mlflow_traces": Shot(run("evaluate", "/traces"), said("success")),
-        "mlflow_version": Shot(f"{mlflow}/#/models/{pipeline}/versions/2", said("promoted")),
+        "mlflow_version": Shot(
+            f"{mlflow}/#/models/{pipeline}/versions/2?workflowType=machine_learning", said("promoted")
+        ),
         **prefect_pages(addresses["prefect"], password(output)),
     }
 

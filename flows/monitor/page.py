@@ -49,7 +49,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             outcome = gr.Radio(list(OUTCOMES), value="all", label="Show", scale=2)
         asks = gr.Button("lists", elem_id="pt-lists")  # pressed by the script where a list offers something new
 
-        settings = [runs, compare, stage, window, axis, groups, metrics, source, outcome]
+        settings: list[Any] = [runs, compare, stage, window, axis, groups, metrics, source, outcome]
         lists = [runs, compare, stage, groups, metrics, source]
         # Without a function: the browser alone handles it.
         chosen: dict[str, Any] = {
