@@ -79,7 +79,7 @@ class WaitingRoom:
     # -- what is known without a look at the store ---------------------------------------------------------------------
 
     def accepted(self, request: StoredRequest) -> None:
-        """A request was accepted here: its result will be asked for."""
+        """Note a request that was accepted here: its result will be asked for."""
         if request.is_final or request.request_id in self._final:  # the worker may be faster
             return
         _remember(self._open, request.request_id, request.owner)
@@ -109,7 +109,7 @@ class WaitingRoom:
     def _arrived(
         self, found: Sequence[tuple[str, str]], cursor: int, results: Sequence[StoredRequest], error: Exception | None
     ) -> None:
-        """What has become final; those who wait ask the store for themselves where the disk refused."""
+        """Note what has become final, and wake who waits; they ask the store for themselves where the disk refused."""
         if error is None:
             self.told = cursor
             for result in results:
