@@ -255,7 +255,7 @@ def test_calls_of_the_python_api_fit_its_signatures(block):
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
 def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.config.cross_checks.check_installed", lambda sink: None)  # places of metrics are extras,
-    monkeypatch.setattr("tasks.config.cross_checks.check_ray", lambda: None)  # and so is Ray
+    monkeypatch.setattr("tasks.config.rollout_checks.check_ray", lambda: None)  # and so is Ray
     (tmp_path / "shown.yaml").write_text(block.text)
     document = read_yaml(tmp_path / "shown.yaml")
     assert document.problems == []

@@ -204,7 +204,11 @@ def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
         def log_message(self, *_: Any) -> None:
             pass
 
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Web(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            """A client that has cut its connections is no error."""
+
+    web = Web(("127.0.0.1", 0), Handler)
     web.daemon_threads = True
     thread = threading.Thread(target=web.serve_forever, daemon=True)
     thread.start()
