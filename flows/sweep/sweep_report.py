@@ -73,13 +73,15 @@ def _finite(value: float) -> float | None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], plan: SweepPlan, width: int | None = None) -> str:
-    """The rows as text."""
+    """The rows as text. A setting is not broken in its middle, unless it takes more than a third of 80 columns."""
+    words = [word for row in rows for word in label_of(row["settings"]).split()]
+    widest = {"settings": min(27, max((len(word) for word in words), default=0))}
     grid = Table(title=None, pad_edge=False)
     for name, justify in (
         ("", "left"), ("settings", "left"), ("seeds", "right"), (f"{plan.metric} (95% over seeds)", "right"),
         ("on fresh episodes", "right"), ("seconds", "right"), ("trials", "left"),
     ):  # fmt: skip
-        grid.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        grid.add_column(name, justify=justify, overflow="fold", min_width=widest.get(name))  # type: ignore[arg-type]
     for row in rows:
         grid.add_row(
             "*" if row["is_winner"] else "", label_of(row["settings"]), str(row["seeds"]),

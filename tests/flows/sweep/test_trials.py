@@ -11,7 +11,7 @@ from helpers.stage_doubles import PipelineRun as Double
 
 from flows.cli import compare_runs
 from flows.cli.compare_runs import compare, text_of
-from flows.sweep.plan import SweepPlan
+from flows.sweep.plan import SweepPlan, label_of
 from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.schedule import Schedule
 from flows.sweep.search import make_search
@@ -124,6 +124,7 @@ def test_report_and_figure(plan, swept):
     rows = rows_of(swept, plan, None)
     assert sorted(row["seeds"] for row in rows) == [1, 2] and rows[0]["mean"] >= rows[1]["mean"]
     assert "finished 1, waiting 1" in table(rows, plan, width=160) and "learning_rate=" in table(rows, plan, width=160)
+    assert all(label_of(row["settings"]) in table(rows, plan, width=80) for row in rows), "unbroken in 80 columns"
     write_files(swept, plan, rows, None)
     lines = (swept.home / "sweep.csv").read_text().splitlines()
     assert lines[0].startswith("number,stages.policy.learning_rate,seeds,mean") and len(lines) == 3
