@@ -93,8 +93,8 @@ def measure(jobs, points):
 def python(arguments, environment=()):
     """Standard output of a process of this Python with one thread."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], env={**variables(), **dict(environment)}, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
+        [sys.executable, "-W", "ignore", *arguments], env={**variables(), **dict(environment)},
+        stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
     )  # fmt: skip
     return done.stdout
 

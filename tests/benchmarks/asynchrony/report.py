@@ -158,7 +158,7 @@ def simulation(points, output):
     for kind, colour in COLOURS.items():
         chosen = [row for row in found["rows"] if row["name"].startswith(f"{kind}-")]
         if chosen:
-            axis.loglog([row["measured"] for row in chosen], [row["simulated"] for row in chosen], "o", color=colour,
+            axis.plot([row["measured"] for row in chosen], [row["simulated"] for row in chosen], "o", color=colour,
                         label=LABELS[kind])  # fmt: skip
     ends = np.array([min(row["measured"] for row in found["rows"]) * 0.8,
                      max(row["measured"] for row in found["rows"]) * 1.25])  # fmt: skip
