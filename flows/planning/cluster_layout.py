@@ -57,6 +57,7 @@ class ClusterLayout:
     refill: bool = True  # asynchronous: free slots take the next groups; False = when all of a run have ended
     shares_gpus: bool = False  # synchronous: workers and trainers are the same GPUs, which change their work
     cores: int | None = None  # that all processes share; None = each has its own machine
+    crowding: float = 1.0  # of shared cores: factor on the time of a process while another one computes, too
 
     def __post_init__(self) -> None:
         """Raises: SettingsError for a run that cannot be."""

@@ -1,4 +1,4 @@
-"""Comparison of layouts by simulation: workers beside a trainer, or shares of a number of GPUs."""
+"""ComparedLayout of layouts by simulation: workers beside a trainer, or shares of a number of GPUs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flows.planning.simulation import SimulatedRun, simulate
 from rl_core.errors import SettingsError
 from rl_core.settings.cluster_rates import ClusterRates
 
-__all__ = ["Comparison", "SHARES", "compare_shares", "compare_workers", "split"]
+__all__ = ["ComparedLayout", "SHARES", "compare_shares", "compare_workers", "split"]
 
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the GPUs that play rollouts
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedLayout:
     """A simulated layout beside the synchronous one with the same means."""
 
     run: SimulatedRun
@@ -39,27 +39,27 @@ def split(gpus: int, share: float) -> tuple[int, int]:
 def compare_shares(
     layout: ClusterLayout, rates: ClusterRates, gpus: int, *, staleness: Sequence[int],
     shares: Sequence[float] = SHARES, sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
-) -> list[Comparison]:  # fmt: skip
+) -> list[ComparedLayout]:  # fmt: skip
     """Every share of the GPUs with every bound, beside all GPUs in turns: rollouts on all of them, then the update.
 
     The synchronous baseline is the stronger of two: GPUs that do both in turns, the tasks of each all at once.
     """
     together = layout.changed(workers=gpus, trainers=gpus, max_staleness=0, shares_gpus=True, tasks_each=1)
     baseline = simulate(together, rates, sizes, iterations=iterations, seed=seed)
-    found = [Comparison(baseline, baseline)]
+    found = [ComparedLayout(baseline, baseline)]
     for workers, trainers in dict.fromkeys(split(gpus, share) for share in shares):
         for bound in staleness:
             one = layout.changed(workers=workers, trainers=trainers, max_staleness=bound, shares_gpus=False)
             if not bound:
                 one = one.changed(tasks_each=1)
-            found.append(Comparison(simulate(one, rates, sizes, iterations=iterations, seed=seed), baseline))
+            found.append(ComparedLayout(simulate(one, rates, sizes, iterations=iterations, seed=seed), baseline))
     return found
 
 
 def compare_workers(
     layout: ClusterLayout, rates: ClusterRates, workers: Sequence[int], *, staleness: Sequence[int],
     sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
-) -> list[Comparison]:  # fmt: skip
+) -> list[ComparedLayout]:  # fmt: skip
     """Every number of workers with every bound, beside the synchronous run of the fewest workers."""
     first = layout.changed(workers=min(workers), max_staleness=0)
     baseline = simulate(first, rates, sizes, iterations=iterations, seed=seed)
@@ -68,5 +68,5 @@ def compare_workers(
         for bound in staleness:
             one = layout.changed(workers=count, max_staleness=bound)
             run = baseline if one == first else simulate(one, rates, sizes, iterations=iterations, seed=seed)
-            found.append(Comparison(run, baseline))
+            found.append(ComparedLayout(run, baseline))
     return found

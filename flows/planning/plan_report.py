@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flows.planning.cluster_study import Comparison
+from flows.planning.cluster_study import ComparedLayout
 
 __all__ = ["plan_rows", "plan_table"]
 
 
-def plan_rows(found: Sequence[Comparison]) -> list[dict[str, Any]]:
+def plan_rows(found: Sequence[ComparedLayout]) -> list[dict[str, Any]]:
     """One row a layout, in the order in which they were simulated."""
     return [
         {
@@ -34,7 +34,7 @@ def plan_rows(found: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def plan_table(found: Sequence[Comparison], title: str, width: int | None = None) -> str:
+def plan_table(found: Sequence[ComparedLayout], title: str, width: int | None = None) -> str:
     """The layouts as a table, and a line about the fastest."""
     table = Table(pad_edge=False, title=title)
     names = ("workers", "trainers", "bound", "s/iteration", "rollouts/s", "speed-up", "staleness", "busy", "of trainer")

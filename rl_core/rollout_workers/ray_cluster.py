@@ -28,7 +28,7 @@ SLACK = 64 * MIB  # tasks, rollouts on their way back
 STARTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
 CONNECT_S = 3.0  # for a cluster's address to take a connection
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
-_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 def check_address(address: str) -> None:

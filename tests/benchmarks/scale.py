@@ -50,7 +50,13 @@ def run_jobs(options):
         for turn in range(options.repeats):
             for workers in (0, 1):
                 jobs[f"overhead-{workers}-{turn}"] = dict(
-                    kind="steps", mean=0.0, seconds=options.seconds, least=6, workers=workers, shape="27M"
+                    kind="steps",
+                    mean=0.0,
+                    seconds=options.seconds,
+                    least=6,
+                    workers=workers,
+                    shape="27M",
+                    trainer={"ends": 136},
                 )
     if "learning" in options.parts:
         for seed in range(options.seeds):
@@ -62,13 +68,33 @@ def run_jobs(options):
     return {name: job for name, job in jobs.items() if fnmatch.fnmatch(name, options.only)}
 
 
+def variables():
+    """Environment of a process with one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT / "tests", ROOT)))}
+
+
+def measure(jobs, points):
+    """Run jobs one after the other in one process, and keep each result."""
+    command = [sys.executable, "-W", "ignore", "-m", "asynchrony.one_run", *map(json.dumps, jobs.values())]
+    if not jobs:
+        return
+    log = None if "SHOW" in os.environ else subprocess.DEVNULL
+    with subprocess.Popen(command, env=variables(), stdout=subprocess.PIPE, text=True, stderr=log) as process:
+        for name in jobs:
+            line = process.stdout.readline()
+            if not line:
+                break
+            (points / f"{name}.json").write_text(line)
+            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+    if process.returncode:
+        raise SystemExit(f"the measuring process ended with exit code {process.returncode}; SHOW=1 shows its messages")
+
+
 def python(arguments, environment=()):
     """Standard output of a process of this Python with one thread."""
-    path = os.pathsep.join(map(str, (HERE, ROOT / "tests", ROOT)))
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **dict(environment)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], env=variables, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
+        [sys.executable, "-W", "ignore", *arguments], env={**variables(), **dict(environment)},
+        stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -115,9 +141,7 @@ def main():
     options = parser.parse_args()
     points = options.output.resolve() / "points"
     points.mkdir(parents=True, exist_ok=True)
-    for name, job in run_jobs(options).items():
-        print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
-        kept(points / f"{name}.json", lambda job=job: last(python(["-m", "asynchrony.one_run", json.dumps(job)])))
+    measure({name: job for name, job in run_jobs(options).items() if not (points / f"{name}.json").is_file()}, points)
     if "kills" in options.parts:
         kill_runs(options, points)
     from asynchrony import paper, report, validation

@@ -1,4 +1,4 @@
-"""One measured run in a process of its own: python -m asynchrony.one_run JSON; prints JSON on its last line.
+"""Measured runs in one process, with one Ray: python -m asynchrony.one_run JSON ...; prints a line of JSON for each.
 
 kind "steps": iterations of one layout for so many seconds. "parts": seconds of a decoding step and of an update, by
 least squares over batches of several sizes. "learning": success by iteration.
@@ -13,6 +13,8 @@ import time
 
 import numpy as np
 import torch
+
+from asynchrony.slow_tools import KeptRay
 
 WARM_UP = 2
 
@@ -127,8 +129,11 @@ def learning(options):
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    others = busy_cores()
     torch.set_num_threads(1)
-    result = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]](given)
-    print(json.dumps({**given, **result, "others": round(others, 2)}))
+    for line in sys.argv[1:]:
+        given = json.loads(line)
+        others = busy_cores()
+        result = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]](given)
+        print(json.dumps({**given, **result, "others": round(others, 2)}), flush=True)
+    if KeptRay.kept is not None:
+        KeptRay.kept.close()

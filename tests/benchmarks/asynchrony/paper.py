@@ -13,9 +13,6 @@ from flows.planning.cluster_layout import ClusterLayout
 from flows.planning.cluster_study import compare_shares
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
 
-GPUS = (8, 32, 128, 512, 1000)
-BOUNDS = (0, 1, 4)
-SHARES = (0.25, 0.5, 0.625, 0.75, 0.875)
 COMMON = dict(step_seconds=0.008, row_seconds=7e-5, token_seconds=1.2e-4, load_seconds=2.0, switch_seconds=10.0)
 TASKS = {
     "reasoning": ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=0.9, most=32768)),
@@ -25,7 +22,7 @@ TASKS = {
     ),
 }  # fmt: skip
 BATCH = dict(prompts=128, group_size=16, slots=256)
-FEW = (0.5, 0.625, 0.75)
+FEW = (0.5, 0.75)
 TAILS = (0.0, 0.6, 1.2)
 
 
@@ -43,29 +40,33 @@ def rows_of(found, **about):
 
 def comparisons():
     """(name, arguments of compare_shares, columns of its rows)."""
-    for task, gpus_of_task in (("reasoning", GPUS), ("agent", GPUS[1:4])):
-        for gpus in gpus_of_task:
-            about = {"study": "batch of 2,048", "task": task}
-            yield f"{task}-{gpus}", (BATCH, TASKS[task], gpus, BOUNDS, SHARES), about
+    for task, gpus, bounds, shares in (
+        ("reasoning", 8, (0, 1, 4), FEW),
+        ("reasoning", 128, (0, 1, 4), FEW),
+        ("agent", 128, (0, 1, 4), FEW),
+        ("reasoning", 32, (0, 1, 4), FEW),
+        ("reasoning", 1000, (0, 1), FEW[:2]),
+        ("agent", 8, (0, 1, 4), FEW),
+    ):
+        layout = {**BATCH, "prompts": max(gpus, BATCH["prompts"])}  # a group is the least that a GPU can play
+        yield f"{task}-{gpus}", (layout, TASKS[task], gpus, bounds, shares), {"study": "base", "task": task}
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
         about = {"study": f"sigma of the lengths {sigma:g}", "task": "reasoning"}
         yield f"tail-{sigma:g}", (BATCH, rates, 128, (1,), FEW), about
     for task in TASKS:
         about = {"study": "a run of the engine ends before the next", "task": task}
-        yield f"ends-{task}", ({**BATCH, "refill": False}, TASKS[task], 128, (1, 4), FEW), about
-    about = {"study": "batch of 16,384", "task": "reasoning"}
-    yield "large-1000", ({**BATCH, "prompts": 1024}, TASKS["reasoning"], 1000, (1,), FEW), about
+        yield f"ends-{task}", ({**BATCH, "refill": False}, TASKS[task], 128, (4,), FEW), about
 
 
 def study(kept):
-    """All rows; iterations 7, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
+    """All rows; iterations 6, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
     rows = []
     for name, (layout, rates, gpus, bounds, shares), about in comparisons():
         began = time.monotonic()
 
         def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, about=about):
-            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=7)
+            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=6)
             return rows_of(found, gpus=gpus, **about)
 
         rows += kept(name, compare)

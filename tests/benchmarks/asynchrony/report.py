@@ -158,7 +158,7 @@ def simulation(points, output):
     for kind, colour in COLOURS.items():
         chosen = [row for row in found["rows"] if row["name"].startswith(f"{kind}-")]
         if chosen:
-            axis.loglog([row["measured"] for row in chosen], [row["simulated"] for row in chosen], "o", color=colour,
+            axis.plot([row["measured"] for row in chosen], [row["simulated"] for row in chosen], "o", color=colour,
                         label=LABELS[kind])  # fmt: skip
     ends = np.array([min(row["measured"] for row in found["rows"]) * 0.8,
                      max(row["measured"] for row in found["rows"]) * 1.25])  # fmt: skip
@@ -188,11 +188,12 @@ def paper(points, output):
     every = [row for row in found if not row["shared"]]
     for place, task in enumerate(("reasoning", "agent")):
         axis = figure.add_subplot(1, 2, place + 1)
-        of_task = [row for row in every if row["study"] == "batch of 2,048" and row["task"] == task]
+        of_task = [row for row in every if row["study"] == "base" and row["task"] == task]
         gpus = sorted({row["gpus"] for row in of_task})
         for bound, colour in zip((0, 1, 4), ("#1f77b4", "#ff7f0e", "#d62728"), strict=True):
-            chosen = [best(of_task, gpus=count, bound=bound) for count in gpus]
-            axis.semilogx(gpus, [row["speed_up"] for row in chosen], "o-", color=colour, label=f"max_staleness {bound}")
+            chosen = [row for count in gpus if (row := best(of_task, gpus=count, bound=bound)) is not None]
+            axis.semilogx([row["gpus"] for row in chosen], [row["speed_up"] for row in chosen], "o-", color=colour,
+                          label=f"max_staleness {bound}")  # fmt: skip
             rows += [
                 [task, str(row["gpus"]), str(bound), f"{row['workers']} + {row['trainers']}",
                  f"{row['iteration_s']:.0f}", f"{row['speed_up']:.2f}", f"{row['staleness']:.2f}",
@@ -210,7 +211,7 @@ def paper(points, output):
     header = ["task", "GPUs", "bound", "rollouts + training", "s an iteration", "speed-up", "staleness", "workers busy",
               "trainers busy"]  # fmt: skip
     more = []
-    for study in dict.fromkeys(row["study"] for row in every if row["study"] != "batch of 2,048"):
+    for study in dict.fromkeys(row["study"] for row in every if row["study"] != "base"):
         for task in dict.fromkeys(row["task"] for row in every if row["study"] == study):
             for bound in sorted({row["bound"] for row in every if row["study"] == study and row["task"] == task}):
                 row = best(every, study=study, task=task, bound=bound)

@@ -128,15 +128,31 @@ def make_trainer(
         return trainer, lambda: None
     parts = TeamParts(model, trainer.backend, renderer, SameEnvironment(trainer.environment), eos, renderer.pad_id)
     if rollouts.max_staleness:
-        trainer.stream = RolloutStream(rollouts, RayCluster(rollouts), parts, schedule=schedule)
+        trainer.stream = RolloutStream(rollouts, KeptRay(rollouts), parts, schedule=schedule)
         return trainer, trainer.stream.close
-    trainer.team = RolloutTeam(rollouts, RayCluster(rollouts), parts)
+    trainer.team = RolloutTeam(rollouts, KeptRay(rollouts), parts)
     return trainer, trainer.team.close
 
 
 def on_ray(count, staleness=0, **more):
     """Settings of so many workers."""
     return RolloutSettings(workers="ray", count=count, max_staleness=staleness, **more)
+
+
+class KeptRay(RayCluster):
+    """A cluster on a Ray that is started once in a process; its actors end with it."""
+
+    kept = None
+
+    def open(self, num_bytes):
+        if KeptRay.kept is None:
+            KeptRay.kept = RayCluster(on_ray(max(4, self._settings.count)))
+            KeptRay.kept.open(max(num_bytes, 300_000_000))
+        self._ray = KeptRay.kept._ray
+
+    def close(self):
+        for handle in list(self._handles):
+            self.stop(handle)
 
 
 IN_PROCESS = RolloutSettings(independent=True)

@@ -27,8 +27,11 @@ class Measured:
         return generator.choice(self.values, shape)
 
 
-def rates_of(points: Path) -> tuple[ClusterRates, Measured]:
-    """Durations of the parts. Weights: the trainer's pause asynchronously, and what is more of it synchronously."""
+def rates_of(points: Path) -> tuple[ClusterRates, Measured, float]:
+    """Durations of the parts, and the factor on an update beside one worker that plays.
+
+    Weights: the trainer's pause asynchronously, and what is more of it synchronously.
+    """
     parts = json.loads((points / "parts-0.9M.json").read_text())
     late, turns = (json.loads((points / f"{kind}-1-0ms.json").read_text())["metrics"] for kind in ("async", "sync"))
     publish = late["perf/weight_sync_seconds"]
@@ -37,15 +40,17 @@ def rates_of(points: Path) -> tuple[ClusterRates, Measured]:
         **{name: parts[name] for name in names}, publish_seconds=publish,
         load_seconds=max(0.0, turns["perf/weight_sync_seconds"] - publish), turns=3,
     )  # fmt: skip
-    return rates, Measured(parts["turn_tokens"])
+    alone = json.loads((points / "alone-0ms.json").read_text())["metrics"]
+    crowding = max(1.0, late["perf/update_seconds"] / alone["perf/update_seconds"])
+    return rates, Measured(parts["turn_tokens"]), crowding
 
 
-def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured) -> float:
+def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: float) -> float:
     """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
     kind, *rest = name.split("-")
     workers = int(rest[0]) if kind != "alone" else 1
     layout = ClusterLayout(
-        prompts=8, group_size=4, workers=workers, max_staleness=int(kind == "async"), cores=CORES,
+        prompts=8, group_size=4, workers=workers, max_staleness=int(kind == "async"), cores=CORES, crowding=crowding,
         rejoin="ready" if kind == "ready" else "together",
     )  # fmt: skip
     if kind == "alone":
@@ -57,11 +62,11 @@ def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured) -> 
 
 def predict(points: Path) -> list[dict]:
     """Rows (name, measured, simulated, error) of every run; kept in simulation.json."""
-    rates, tokens = rates_of(points)
+    rates, tokens, crowding = rates_of(points)
     rows = []
     for path in sorted(points.glob("*-*ms.json")):
         run = json.loads(path.read_text())
-        found = predicted(path.stem, run["mean"], rates, tokens)
+        found = predicted(path.stem, run["mean"], rates, tokens, crowding)
         error = found / run["iteration_s"] - 1
         rows.append({"name": path.stem, "measured": run["iteration_s"], "simulated": found, "error": error})
         print(f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {found:7.3f}  {error:+.1%}")

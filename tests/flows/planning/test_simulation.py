@@ -127,6 +127,12 @@ def test_processes_on_one_core_gain_nothing():
     assert run({"max_staleness": 1, "cores": 2}, 12).iteration_s == pytest.approx(10, rel=0.01)
 
 
+def test_processes_that_compute_at_once_slow_each_other():
+    """In turns nobody is beside: 14. Asynchronous: of 10 s of rollouts those beside the update of 5 s take 5 for 4."""
+    assert run({"cores": 2, "crowding": 1.25}, 2).ends == pytest.approx([14, 28])
+    assert run({"max_staleness": 1, "cores": 2, "crowding": 1.25}, 12).iteration_s == pytest.approx(11, rel=0.01)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 3))
 def test_without_variance_the_shorter_phase_is_hidden_and_nothing_else(tokens, update, staleness, workers):

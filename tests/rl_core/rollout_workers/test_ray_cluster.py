@@ -170,6 +170,8 @@ def test_a_missing_ray_is_one_line(monkeypatch):
 class BusyRay:
     """Stands in for the package: its first starts time out."""
 
+    __spec__ = "there"  # for importlib.util.find_spec
+
     def __init__(self, failures, message="The current node timed out during startup."):
         self.failures, self.message, self.started, self.ended = failures, message, 0, 0
 
