@@ -57,9 +57,12 @@ class PipelineRun:
         if environment_options is not None:
             environment = dataclasses.replace(self.settings.environment, options=environment_options)
             self.settings = dataclasses.replace(self.settings, environment=environment)
-        self.tracker = self.models = self
+        self.tracker = self.models = self.tracking = self
         self.options, self.results = options, {}
         self.cached, self.trackers, self.computed = [], [], set()
+
+    def charts_url(self, stage):
+        return ""
 
     def tag_data(self, digests):
         pass

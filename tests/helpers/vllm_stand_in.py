@@ -205,6 +205,8 @@ def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
             pass
 
     class Web(ThreadingHTTPServer):
+        request_queue_size = 256  # all clients of a collection may connect at once
+
         def handle_error(self, *_: Any) -> None:
             """A client that has cut its connections is no error."""
 

@@ -104,6 +104,7 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
         "    def find_spec(self, name, *_):\n"
         "        if name == 'flows.cli.parser': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # these tests may run in the background
         "from flows.cli.entry import command\n"
         "sys.argv = ['posttrain', 'runs']\n"
         "command()\n"

@@ -31,7 +31,7 @@ from rl_core.settings import (
 )
 from rl_core.trainers.policy_gradient import trainer as policy_gradient
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
+from rl_core.trainers.policy_gradient.trained_models import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
 TEMPERATURES = (0.5, 2.0)

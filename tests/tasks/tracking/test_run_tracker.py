@@ -66,7 +66,9 @@ def test_everything_arrives(tracking, tmp_path):
     assert run.data.tags["mlflow.parentRunId"] == parent.run_id and run.info.status == "FINISHED"
     assert outer.data.params == {"sft.learning_rate": "0.001"}
     tags = outer.data.tags
-    assert tags["mlflow.note.content"] == "[story](#/models/demo/versions/2)"  # on whatever port the page is shown
+    assert (
+        tags["mlflow.note.content"] == "[story](#/models/demo/versions/2?workflowType=machine_learning)"
+    )  # on whatever port the page is shown
     assert tags["pipeline"] == "demo" and "absent" not in tags
     assert tags["mlflow.source.git.commit"] == "abc"
     assert outer.data.metrics["system/process_memory_megabytes"] > 10
