@@ -32,6 +32,7 @@ from flows.service.store import ServiceStore
 from flows.service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
+BEGINNING = 0.5  # seconds from a fork until a worker surely takes signals
 STUCK_SECONDS = 900.0  # without a kill; a crowded machine is slow
 LONGEST_LIVES = (0.5, 2.0, 5.0)  # seconds; a restarted worker needs some of them until it computes
 
@@ -45,8 +46,10 @@ class Round:
     scripts: list[Any]
     kills: dict[str, int] = field(default_factory=lambda: {"worker": 0, "clients": 0, "both": 0})
     children: dict[str, int] = field(default_factory=dict)
+    begun: float = 0.0  # of the newest process, on the monotonic clock
 
     def start(self, name: str) -> None:
+        self.begun = time.monotonic()
         bodies: dict[str, Callable[[], int]] = {"worker": self._worker, "clients": self._clients}
         self.children[name] = _forked(bodies[name], self.folder / f"{name}.log")
 
@@ -64,7 +67,8 @@ class Round:
         return os.waitstatus_to_exitcode(status)
 
     def stop_worker(self) -> tuple[int, float]:
-        """SIGTERM; exit code and seconds until it."""
+        """SIGTERM; exit code and seconds until it. A worker that was started a moment ago gets time to take signals."""
+        time.sleep(max(0.0, self.begun + BEGINNING - time.monotonic()))
         began, pid = time.monotonic(), self.children.pop("worker")
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)

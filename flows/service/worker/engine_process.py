@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -124,25 +124,31 @@ def run_worker(settings: ServiceSettings) -> int:
 
     Raises: FolderBusy where another worker runs; SettingsError, BackendError where the store cannot be opened.
     """
-    store = ServiceStore(settings.store_url)
-    process = EngineProcess(settings, store)
-    with bounded(settings.worker.stop_seconds, NOT_SAVED), _stop_on_signal(process) as received:
+    with bounded(settings.worker.stop_seconds, NOT_SAVED), _noted_signals() as (received, told):
+        store = ServiceStore(settings.store_url)  # a signal may come while it waits for the database
+        process = EngineProcess(settings, store)
+        told.append(process.stop)
+        if received:
+            process.stop()
         process.run()
     store.close()
     return 128 + received[0] if received else 0
 
 
 @contextmanager
-def _stop_on_signal(process: EngineProcess) -> Iterator[list[int]]:
+def _noted_signals() -> Iterator[tuple[list[int], list[Callable[[], None]]]]:
+    """Numbers of the signals that came; and functions that are called at each."""
     received: list[int] = []
+    told: list[Callable[[], None]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        process.stop()
+        for call in told:
+            call()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield received
+        yield received, told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
