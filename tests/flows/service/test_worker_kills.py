@@ -117,7 +117,7 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
 
 @pytest.mark.slow
 def test_without_any_snapshot_a_run_is_computed_from_its_creation(tmp_path, base_folder, undisturbed):
-    faults.configure("service.computed:40:raise")
+    faults.configure("service.computed:24:raise")
     service = Service(tmp_path, base_folder, snapshot_steps=1_000_000).run()
     assert service.deaths == 1 and service.store.counts()["replayed"] > 10
     check_equal(service, undisturbed)
