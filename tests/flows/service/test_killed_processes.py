@@ -1,12 +1,18 @@
 """Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT
+from helpers.service_load import settings_of
+
+from flows.service.store import ServiceStore
+from flows.service.worker import engine_process
 
 
 def crash(folder, *options):
@@ -15,6 +21,25 @@ def crash(folder, *options):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / "service-crash.json").read_text())["summary"]
+
+
+class StoreThatIsInterrupted(ServiceStore):
+    """The worker gets SIGTERM while it opens its store."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_folder, monkeypatch):
+    monkeypatch.setattr(engine_process, "ServiceStore", StoreThatIsInterrupted)
+    worker = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(engine_process.run_worker(settings_of(tmp_path, base_folder)))
+    )
+    worker.start()
+    worker.join(30)
+    worker.kill()  # where it did not end
+    assert worker.exitcode == 128 + signal.SIGTERM
 
 
 def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
