@@ -1,7 +1,6 @@
 """Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,10 +8,6 @@ import sys
 
 import pytest
 from helpers import ROOT
-from helpers.service_load import settings_of
-
-from flows.service.store import ServiceStore
-from flows.service.worker import engine_process
 
 
 def crash(folder, *options):
@@ -23,23 +18,28 @@ def crash(folder, *options):
     return json.loads((folder / "service-crash.json").read_text())["summary"]
 
 
-class StoreThatIsInterrupted(ServiceStore):
-    """The worker gets SIGTERM while it opens its store."""
+WORKER_THAT_IS_INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from flows.service.store import ServiceStore
+from flows.service.worker import engine_process
+from helpers.service_load import settings_of
 
+class StoreThatIsInterrupted(ServiceStore):
     def __init__(self, url):
         super().__init__(url)
         os.kill(os.getpid(), signal.SIGTERM)
 
+engine_process.ServiceStore = StoreThatIsInterrupted
+sys.exit(engine_process.run_worker(settings_of(Path(sys.argv[1]), Path(sys.argv[2]))))
+"""
 
-def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_folder, monkeypatch):
-    monkeypatch.setattr(engine_process, "ServiceStore", StoreThatIsInterrupted)
-    worker = multiprocessing.get_context("fork").Process(
-        target=lambda: sys.exit(engine_process.run_worker(settings_of(tmp_path, base_folder)))
-    )
-    worker.start()
-    worker.join(30)
-    worker.kill()  # where it did not end
-    assert worker.exitcode == 128 + signal.SIGTERM
+
+def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_folder):
+    command = [sys.executable, "-c", WORKER_THAT_IS_INTERRUPTED, str(tmp_path), str(base_folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
 def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
