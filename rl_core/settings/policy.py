@@ -23,6 +23,7 @@ __all__ = ["PolicySettings"]
 
 
 MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
+WEIGHTS = "token, sequence or geometric (with a critic also vtrace)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,10 +285,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":
             raise SettingsError(
                 "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
-                "set token or sequence, or epochs and minibatches to 1"
+                f"set {WEIGHTS}, or epochs and minibatches to 1"
             )
         if self.replay is not None and self.importance == "none":
-            raise SettingsError("importance: replay uses rollouts of older policies; set token or sequence")
+            raise SettingsError(f"importance: replay uses rollouts of older policies; set {WEIGHTS}")
         if self.importance == "vtrace":
             self._check_vtrace()
 

@@ -526,6 +526,15 @@ def test_each_algorithm_has_its_own_clip():
     assert PolicySettings(clip_eps_high=0.3).clip == (0.2, 0.3)
 
 
+@pytest.mark.parametrize("options", [dict(algorithm="reinforce", epochs=2), dict(replay=ReplaySettings())])
+def test_a_refusal_without_weights_names_those_that_are_taken(options):
+    with pytest.raises(SettingsError, match="token, sequence or geometric"):
+        PolicySettings(**options)
+    for importance in ("token", "sequence", "geometric"):
+        assert PolicySettings(**options, importance=importance).corrects_sampler
+    assert PolicySettings(**options | dict(algorithm="ppo"), importance="vtrace").corrects_sampler
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
