@@ -143,6 +143,7 @@ class InferenceServer:
             seed: `seed`, and for `posttrain serve` `drawn`.
         Raises: ServerAway; ServerRefusal for a request that will never be answered, or an answer that is none.
         """
+        cuts, timeout_s = self._connections.cuts, self.settings.timeout_s
         body = {
             "model": name, "prompt": list(prompt_ids), "max_tokens": most, "n": 1, "stream": False, **seed,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
@@ -151,10 +152,10 @@ class InferenceServer:
             "include_stop_str_in_output": True, "skip_special_tokens": False, "add_special_tokens": False,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
-        end = time.monotonic() + self.settings.timeout_s
+        end = time.monotonic() + timeout_s
         while True:
             try:
-                return _tokens(self._connections.post("/v1/completions", body, self.settings.timeout_s), prompt_ids)
+                return _tokens(self._connections.post("/v1/completions", body, timeout_s, cuts), prompt_ids)
             except ServerRefusal as refusal:
                 if refusal.status != 429 or time.monotonic() > end:
                     if refusal.status >= 500 or refusal.status == 429:  # an engine that failed may be started again
