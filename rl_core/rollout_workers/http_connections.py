@@ -61,7 +61,7 @@ class JsonConnections:
 
         Args:
             cuts: `cuts` of the moment at which the request was decided on; None = now. It fails after a later `close`.
-        Raises: ServerAway without an answer within `timeout_s` between two parts of it; ServerRefusal for an error.
+        Raises: ServerAway without a whole answer, or without a part of it for `timeout_s`; ServerRefusal for an error.
         """
         return self._ask("POST", path, json.dumps(body).encode(), timeout_s, cuts)
 
@@ -118,6 +118,8 @@ class JsonConnections:
         data = answer.read(MAX_ANSWER + 1)
         if len(data) > MAX_ANSWER:
             raise OSError(f"the answer is longer than {MAX_ANSWER // 2**20} MiB")
+        if answer.length:  # http.client says nothing of an end before it
+            raise http.client.IncompleteRead(data, answer.length)
         return answer, data
 
     def _read(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:

@@ -121,3 +121,11 @@ def test_an_idle_connection_that_the_server_closed_is_no_loss(script):
     connections = JsonConnections(server.url)
     assert connections.get("/", 5.0) == connections.get("/", 5.0) == {}
     assert server.asked == 2
+
+
+def test_an_answer_that_breaks_off_is_a_loss(script):
+    """As of a server that is killed while it sends: no text that is read as far as it goes."""
+    server = script(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"choices": [{"token_ids": [1')
+    with pytest.raises(ServerAway, match="IncompleteRead"):
+        JsonConnections(server.url).post("/", {}, 5.0)
+    assert server.asked == 1
