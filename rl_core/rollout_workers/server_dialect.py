@@ -8,10 +8,11 @@ deployments/vllm/posttrain_worker.py in vLLM and flows/serving/rollout_orders.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ class InferenceServer:
 
     def state(self) -> ServerState:
         """Ask for the process and its weights."""
-        told = self._order("state", ASK_S)
+        with _failures_as_losses():
+            told = self._order("state", ASK_S)
         return ServerState(str(told["instance"]), str(told["weights"]))
 
     def tokenize(self, name: str, text: str) -> list[int]:
@@ -155,12 +157,13 @@ class InferenceServer:
         end = time.monotonic() + timeout_s
         while True:
             try:
-                return _tokens(self._connections.post("/v1/completions", body, timeout_s, cuts), prompt_ids)
+                with _failures_as_losses():
+                    return _tokens(self._connections.post("/v1/completions", body, timeout_s, cuts), prompt_ids)
             except ServerRefusal as refusal:
-                if refusal.status != 429 or time.monotonic() > end:
-                    if refusal.status >= 500 or refusal.status == 429:  # an engine that failed may be started again
-                        raise ServerAway(str(refusal)) from refusal
+                if refusal.status != 429:
                     raise
+                if time.monotonic() > end:
+                    raise ServerAway(str(refusal)) from refusal
                 time.sleep(min(max(refusal.retry_after, 0.05), 5.0))
 
     # Weights
@@ -187,15 +190,18 @@ class InferenceServer:
 
     def sleep(self) -> None:
         """Have GPU memory given up; weights stay in the machine's memory."""
-        self._connections.post("/sleep?level=1", {}, ORDER_S)
+        with _failures_as_losses():
+            self._connections.post("/sleep?level=1", {}, ORDER_S)
 
     def is_asleep(self) -> bool:
         """True = it has given up its memory, as at the order of an earlier run."""
-        return bool(self._connections.get("/is_sleeping", ASK_S)["is_sleeping"])
+        with _failures_as_losses():
+            return bool(self._connections.get("/is_sleeping", ASK_S)["is_sleeping"])
 
     def wake(self) -> None:
         """Inverse of `sleep`."""
-        self._connections.post("/wake_up", {}, ORDER_S)
+        with _failures_as_losses():
+            self._connections.post("/wake_up", {}, ORDER_S)
 
     def close(self) -> None:
         """Cut all connections."""
@@ -224,6 +230,17 @@ class InferenceServer:
 _START = (
     "start vLLM with deployments/vllm/start.py, whose workers do, or `posttrain serve` with --set serving.rollouts=true"
 )
+
+
+@contextlib.contextmanager
+def _failures_as_losses() -> Iterator[None]:
+    """Raise an error of the server itself (5xx) as ServerAway: an engine that has failed may be started again."""
+    try:
+        yield
+    except ServerRefusal as refusal:
+        if refusal.status < 500:
+            raise
+        raise ServerAway(str(refusal)) from refusal
 
 
 def _advice(refusal: ServerRefusal) -> str:

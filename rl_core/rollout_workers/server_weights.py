@@ -122,6 +122,7 @@ class ServerWeights:
         try:
             loaded = self._load_adapter() if self._folder.is_adapter else self.server.load_weights(self._folder.path)
         except ServerRefusal as refusal:
+            self.server.state()  # an engine that has failed is a loss
             raise ServerRefusal(
                 f"{refusal}; does it see {self._folder.path} under the same path (rollouts.server.folder)?",
                 refusal.status,

@@ -282,6 +282,26 @@ def test_losses_are_bounded(tokenizer, server, status):
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("begins", ["/wake_up", "posttrain_load_weights", "/v1/completions"])
+def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
+    """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
+    monkeypatch.setattr("rl_core.rollout_workers.server_backend._ASK_AGAIN_S", 0.01)
+    trainer = with_vllm(letters_trainer(tokenizer), server, patience_s=20.0, sleeps=True)
+    trainer.step()
+    refused = []
+
+    def dying(path, body):
+        asked = body["method"] if path == "/collective_rpc" else path
+        if (not refused and asked != begins) or refused.count("posttrain_state") == 3:
+            return None
+        refused.append(asked)
+        return 500, {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+
+    server.before = dying
+    assert trainer.step()["perf/server_recoveries"] == 1.0
+    assert refused[0] == begins and refused.count("posttrain_state") == 3
+
+
 # ----------------------------------------------------------------------------------------------- extension and command
 
 
