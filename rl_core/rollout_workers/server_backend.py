@@ -296,8 +296,9 @@ class _Play:
         if served.instance != self.backend.weights.instance:
             self._owe(row, StaleAnswer(f"it was started again: an answer is of process {served.instance}"))
             return
-        if not served.tokens:
-            raise BackendError("the inference server gives an answer without a token, again and again")
+        if not served.tokens:  # vLLM ends what it has not begun in this way when it is stopped
+            self._owe(row, ServerAway("an answer has no token"))
+            return
         vocabulary = self.backend.description.shape["vocab_size"]
         for token, logprob in zip(served.tokens, served.logprobs, strict=True):
             if not 0 <= token < vocabulary:

@@ -282,6 +282,34 @@ def test_losses_are_bounded(tokenizer, server, status):
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def empty(answer):
+    """As vLLM ends a request that it has not begun when it is stopped."""
+    answer["choices"][0].update(token_ids=[], finish_reason="abort")
+    answer["choices"][0]["logprobs"].update(token_logprobs=[], tokens=[], top_logprobs=[], text_offset=[])
+
+
+def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
+    """Answers without a token are asked for again; a server that gives no others ends the run."""
+    with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
+        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other.step()
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    given_back = []
+
+    def stopping(path, body):
+        if path == "/v1/completions" and 20 <= len(server.asked) and len(given_back) < 5:
+            given_back.append(body)
+            return choice_of(empty)(server, path, body)
+        return None
+
+    server.before = stopping
+    assert trainer.step()["perf/server_recoveries"] >= 1.0
+    assert sampled(trainer) == sampled(other) and len(given_back) == 5
+    server.before = lambda path, body: choice_of(empty)(server, path, body)
+    with pytest.raises(BackendError, match="an answer has no token.* 9 times within one collection"):
+        trainer.step()
+
+
 @pytest.mark.parametrize("begins", ["/wake_up", "posttrain_load_weights", "/v1/completions"])
 def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
     """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
