@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_core.environments.step_pool import Observation, PendingTurn, wait_for_any
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import BackendError, SamplerMismatch, SettingsError
 from rl_core.inference.sampling import RolloutSequence, check_prompt, check_weights
 from rl_core.inference.transformers_backend import BackendRow
 from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal, StaleAnswer
@@ -285,7 +286,7 @@ class _Play:
             self._go_on(row, self._in_environment.pop(row).result())
 
     def _take(self, row: BackendRow, future: Future[ServedTokens]) -> None:
-        """Add an answer's tokens to its row."""
+        """Go on with a row after the answer to its request, or note that it was lost."""
         try:
             served = future.result()
         except ServerAway as away:
@@ -299,10 +300,20 @@ class _Play:
         if not served.tokens:  # vLLM ends what it has not begun in this way when it is stopped
             self._owe(row, ServerAway("an answer has no token"))
             return
+        self._add(row, served)
+
+    def _add(self, row: BackendRow, served: ServedTokens) -> None:
+        """Go on with a row after its next tokens. Raises: BackendError, SamplerMismatch for those that cannot be."""
         vocabulary = self.backend.description.shape["vocab_size"]
         for token, logprob in zip(served.tokens, served.logprobs, strict=True):
             if not 0 <= token < vocabulary:
                 raise BackendError(f"the inference server sampled token {token}, and the vocabulary has {vocabulary}")
+            if not math.isfinite(logprob):
+                raise SamplerMismatch(
+                    f"{self.backend.weights.who}: it tells {logprob} as the log-prob of a token that it sampled, so "
+                    f"its activations overflow ({self.backend.description.dtype}), or the token is of another "
+                    "distribution. None of its rollouts is used"
+                )
             row.add(token, logprob)
             if row.has_acted(self.backend.eos_ids):
                 turn = row.end_turn(self.backend.eos_ids)

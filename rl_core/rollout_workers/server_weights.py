@@ -101,13 +101,14 @@ class ServerWeights:
             return
         if self._state is not None and now.instance == self._state.instance and now != self._state:
             raise SamplerMismatch(
-                f"{self._who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, "
+                f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, "
                 f"ours {self._state.weights[:12]}) while rollouts were sampled, of which none is used; give each run a "
                 "server of its own"
             )
 
     @property
-    def _who(self) -> str:
+    def who(self) -> str:
+        """Address and engine, for messages."""
         return f"inference server {self.server.address} ({self.description.words})"
 
     def _write(self) -> None:
@@ -131,7 +132,7 @@ class ServerWeights:
         state = self.server.state()
         if self._folder.is_adapter and state.weights:
             raise SettingsError(
-                f"rollouts.address: {self._who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
+                f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
                 "and adapters belong on those of its start; start it again"
             )
         self._state = state
@@ -150,12 +151,12 @@ class ServerWeights:
     def _check(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
         if loaded.digest != folder.digest:
             raise SamplerMismatch(
-                f"{self._who}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
+                f"{self.who}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
                 f"{folder.digest[:12]}: the transfer did not arrive. Does it see {folder.path} under the same path?"
             )
         if loaded.differing:
             raise SamplerMismatch(
-                f"{self._who}: of {loaded.compared} weights that were looked at after the update "
+                f"{self.who}: of {loaded.compared} weights that were looked at after the update "
                 f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
                 "not taken over"
             )
@@ -166,7 +167,7 @@ class ServerWeights:
         self.difference = trainer_difference(self.model, answers, probe)
         if not self.difference <= self.bound:
             raise SamplerMismatch(
-                f"{self._who}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
+                f"{self.who}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
                 f"nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not sample from the weights, "
                 "adapter and temperature that are trained. None of its rollouts is used"
             )

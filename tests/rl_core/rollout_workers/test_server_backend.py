@@ -209,7 +209,7 @@ def choice_of(change):
         (
             lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])),
             SamplerMismatch,
-            "differ by up to inf",
+            "tells -inf as the log-prob of a token that it sampled",
         ),
     ],
 )
@@ -219,6 +219,16 @@ def test_answers_that_are_none(tokenizer, server, change, error, message):
     with pytest.raises(error, match=message) as caught:
         trainer.step()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-9999.0, float("nan")])
+def test_a_rollout_with_a_log_prob_that_is_none(tokenizer, server, value):
+    """After the probe has passed: learning from it would make ratios of infinity or NaN."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    change = choice_of(lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, value))
+    server.before = lambda path, body: change(server, path, body) if body and body.get("max_tokens") == 3 else None
+    with pytest.raises(SamplerMismatch, match=r"tells (-inf|nan) as the log-prob .* None of its rollouts"):
+        trainer.step()
 
 
 def test_a_folder_that_the_server_does_not_see(tokenizer, server):
