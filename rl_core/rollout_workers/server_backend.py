@@ -170,6 +170,19 @@ class ServerBackend:
         self.recover(away)
         self._bring(sampling)
 
+    def loss_behind(self, refusal: ServerRefusal) -> ServerAway:
+        """The loss of a server that refuses since it was started again: it does not know the adapter (404).
+
+        Raises: BackendError for any other refusal.
+        """
+        try:
+            is_another = refusal.status == 404 and self.server.state().instance != self.weights.instance
+        except ServerAway as away:
+            return away
+        if not is_another:
+            raise _refused(refusal) from refusal
+        return StaleAnswer(f"it was started again: {refusal}")
+
     def _patiently(self, ask: Callable[[], T], away: ServerAway | None = None) -> T:
         """Result of a question, asked until it is answered or `patience_s` are over."""
         end, problem = time.monotonic() + self.settings.patience_s, away
@@ -293,7 +306,8 @@ class _Play:
             self._owe(row, away)
             return
         except ServerRefusal as refusal:
-            raise _refused(refusal) from refusal
+            self._owe(row, self.backend.loss_behind(refusal))
+            return
         if served.instance != self.backend.weights.instance:
             self._owe(row, StaleAnswer(f"it was started again: an answer is of process {served.instance}"))
             return

@@ -254,18 +254,31 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
 # --------------------------------------------------------------------------------------------------------------- losses
 
 
-def test_a_server_that_was_started_again(tokenizer, server):
-    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start."""
-    trainer = with_vllm(letters_trainer(tokenizer), server, patience_s=5.0)
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
+    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start.
+
+    An adapter it does not know, and refuses.
+    """
+
+    def letters():
+        if not is_adapted:
+            return letters_trainer(tokenizer)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=4)))
+
+    trainer = with_vllm(letters(), server, patience_s=5.0)
     trainer.step()
     with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
-        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other = with_vllm(letters(), undisturbed)
         other.step(), other.step()
     count = len(server.asked)
 
     def restarted(path, body):
         if len(server.asked) == count + 20:
             server.instance = "vllm-another"
+            server.adapters.clear()
             server.worker = make_worker(server.model)
             server.model.load_state_dict(compiled_model(tokenizer).state_dict())
         if path == "/collective_rpc" and server.instance != INSTANCE:
