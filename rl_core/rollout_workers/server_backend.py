@@ -259,7 +259,7 @@ class _Play:
     _todo: deque[BackendRow] = field(default_factory=deque)
     _asked: dict[Future[ServedTokens], BackendRow] = field(default_factory=dict)
     _in_environment: dict[BackendRow, PendingTurn] = field(default_factory=dict)
-    _owed: list[BackendRow] = field(default_factory=list)  # their request was lost
+    _owed: list[BackendRow] = field(default_factory=list)  # their request was lost, or not sent after a loss
     _away: ServerAway | None = None
 
     def play(self, sequences: Sequence[RolloutSequence]) -> None:
@@ -339,8 +339,11 @@ class _Play:
         self._todo.append(row)  # it saw a stop text where the trainer sees none
 
     def _owe(self, row: BackendRow, away: ServerAway) -> None:
+        """Note a lost request; those that have not been sent wait for the server, too."""
         self._owed.append(row)
         self._away = away
+        for future in [future for future in self._asked if future.cancel()]:
+            self._owed.append(self._asked.pop(future))
 
     def _go_on(self, row: BackendRow, observation: Observation) -> None:
         if row.goes_on(observation):

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -303,6 +305,26 @@ def test_losses_are_bounded(tokenizer, server, status):
     with pytest.raises(BackendError, match="9 times within one collection; the same command resumes") as caught:
         trainer.step()
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_after_a_loss_nothing_more_is_sent(tokenizer, server):
+    """Of a silent server, each pair of 36 requests would be waited for, one after the other."""
+    trainer = with_vllm(letters_trainer(tokenizer), server, concurrency=2)
+    trainer.step()
+    lost, is_over = [], threading.Event()
+
+    def failing(path, body):
+        if path == "/v1/completions" and body["max_tokens"] == 3 and not is_over.is_set():
+            lost.append(body)
+            time.sleep(0.05)  # the trainer hears of the loss meanwhile
+            return 503, {"error": {"message": "overloaded", "code": 503}}
+        if lost and path == "/collective_rpc":
+            is_over.set()
+        return None
+
+    server.before = failing
+    assert trainer.step()["perf/server_recoveries"] == 1.0
+    assert 1 <= len(lost) < 12 and len(sampled(trainer)) == 36
 
 
 def empty(answer):
