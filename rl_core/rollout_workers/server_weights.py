@@ -100,11 +100,15 @@ class ServerWeights:
         except ServerAway:  # it has answered everything that was asked, under the right weights
             return
         if self._state is not None and now.instance == self._state.instance and now != self._state:
-            raise SamplerMismatch(
-                f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, "
-                f"ours {self._state.weights[:12]}) while rollouts were sampled, of which none is used; give each run a "
-                "server of its own"
-            )
+            raise self._changed_by_others(now)
+
+    def _changed_by_others(self, now: ServerState) -> SamplerMismatch:
+        assert self._folder is not None
+        return SamplerMismatch(
+            f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
+            f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server of "
+            "its own"
+        )
 
     @property
     def who(self) -> str:
@@ -130,6 +134,10 @@ class ServerWeights:
             ) from refusal
         self._check(loaded, self._folder)
         state = self.server.state()
+        if not self._folder.is_adapter and not state.weights:
+            raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
+        if not self._folder.is_adapter and state.weights != self._folder.digest:
+            raise self._changed_by_others(state)
         if self._folder.is_adapter and state.weights:
             raise SettingsError(
                 f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}), "

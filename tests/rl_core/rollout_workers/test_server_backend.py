@@ -294,6 +294,28 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
     assert sampled(trainer) == sampled(other)
 
 
+@pytest.mark.parametrize("weights_then", ["", "0" * 64])
+def test_weights_that_are_others_right_after_an_update(tokenizer, server, weights_then):
+    """Those of a start are a loss; those of another run, too alike for the probe, end this one."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    orders = []
+
+    def others(path, body):
+        if path != "/collective_rpc":
+            return None
+        orders.append(body["method"])
+        if orders[-2:] == ["posttrain_load_weights", "posttrain_state"] and len(orders) == 2:
+            return 200, {"results": [{"instance": INSTANCE, "weights": weights_then}]}
+        return None
+
+    server.before = others
+    if weights_then:
+        with pytest.raises(SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"):
+            trainer.step()
+    else:
+        assert trainer.step()["perf/server_recoveries"] == 1.0 and orders.count("posttrain_load_weights") >= 2
+
+
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_losses_are_bounded(tokenizer, server, status):
     """A server that answers questions, and never a request for tokens: nine times, then one error."""
