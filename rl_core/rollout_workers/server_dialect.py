@@ -24,6 +24,7 @@ from rl_core.settings import RolloutSettings, SamplingSettings
 __all__ = ["InferenceServer", "LoadedWeights", "ServedTokens", "ServerDescription", "ServerState"]
 
 ASK_S, ORDER_S = 10.0, 600.0  # of a question; of an order about weights or sleep
+FORGET_S = 60.0  # for requests that hold blocks of the prefix cache to end
 IMPOSSIBLE = -9999.0  # the dialect's number for the log-probability of a token that cannot come
 PROCESSED = "processed_logprobs"  # of the distribution that tokens are drawn from, temperature included
 OWN, VLLM = "posttrain", "vllm"  # engines
@@ -169,10 +170,25 @@ class InferenceServer:
     # Weights
 
     def load_weights(self, folder: Path) -> LoadedWeights:
-        """Have the weights of a model folder loaded in place of the present ones, and forget what they computed."""
-        loaded = _loaded(self._orders("load_weights", ORDER_S, folder=str(folder)))
-        self._connections.post("/reset_prefix_cache", {}, ORDER_S)
-        return loaded
+        """Have the weights of a model folder loaded in place of the present ones; see `forget_prefixes`."""
+        return _loaded(self._orders("load_weights", ORDER_S, folder=str(folder)))
+
+    def forget_prefixes(self) -> None:
+        """Have the prefix cache emptied, which vLLM does not do (`success: false`) while requests hold blocks of it.
+
+        Those of a run that was stopped may still end. Raises: ServerRefusal where they do not within FORGET_S.
+        """
+        end = time.monotonic() + FORGET_S
+        while True:
+            told = self._connections.post("/reset_prefix_cache", {}, ORDER_S)
+            if not isinstance(told, dict) or told.get("success", True):
+                return
+            if time.monotonic() > end:
+                raise ServerRefusal(
+                    f"{self.address} keeps what it computed with the weights before these: for {FORGET_S:g} s it has "
+                    "answered requests of others; give each run a server of its own", 0
+                )  # fmt: skip
+            time.sleep(0.1)
 
     def load_adapter(self, name: str, folder: Path) -> LoadedWeights:
         """Have an adapter of peft's format loaded under a name of its own."""

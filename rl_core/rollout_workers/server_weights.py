@@ -133,16 +133,10 @@ class ServerWeights:
                 refusal.status,
             ) from refusal
         self._check(loaded, self._folder)
+        if not self._folder.is_adapter:
+            self.server.forget_prefixes()
         state = self.server.state()
-        if not self._folder.is_adapter and not state.weights:
-            raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
-        if not self._folder.is_adapter and state.weights != self._folder.digest:
-            raise self._changed_by_others(state)
-        if self._folder.is_adapter and state.weights:
-            raise SettingsError(
-                f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
-                "and adapters belong on those of its start; start it again"
-            )
+        self._check_state(state, self._folder)
         self._state = state
 
     def _load_adapter(self) -> LoadedWeights:
@@ -168,6 +162,19 @@ class ServerWeights:
                 f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
                 "not taken over"
             )
+
+    def _check_state(self, state: ServerState, folder: WeightFolder) -> None:
+        """Raises: ServerAway, SamplerMismatch, SettingsError for other weights right after an update."""
+        if folder.is_adapter:
+            if state.weights:
+                raise SettingsError(
+                    f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
+                    "and adapters belong on those of its start; start it again"
+                )
+        elif not state.weights:
+            raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
+        elif state.weights != folder.digest:
+            raise self._changed_by_others(state)
 
     def _verify(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
         probe = Probe.of(vocabulary_size(self.model), sampling)

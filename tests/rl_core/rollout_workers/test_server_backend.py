@@ -253,6 +253,24 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
         trainer.step()
 
 
+def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, server, monkeypatch):
+    """Keys and values of the weights before would be read for equal prompts."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    held = [True, True, False]
+
+    def before(path, body):
+        assert path != "/v1/completions" or not held[0], "sampled from a cache that was not emptied"
+        return (200, {"success": not held.pop(0)}) if path == "/reset_prefix_cache" and len(held) > 1 else None
+
+    server.before = before
+    trainer.step()
+    assert held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
+    monkeypatch.setattr("rl_core.rollout_workers.server_dialect.FORGET_S", 0.0)
+    server.before = lambda path, body: (200, {"success": False}) if path == "/reset_prefix_cache" else None
+    with pytest.raises(BackendError, match="keeps what it computed .* give each run a server of its own"):
+        trainer.step()
+
+
 # --------------------------------------------------------------------------------------------------------------- losses
 
 
