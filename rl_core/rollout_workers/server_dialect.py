@@ -196,10 +196,10 @@ class InferenceServer:
         self._connections.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ORDER_S)
         return read
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, timeout_s: float = ORDER_S) -> None:
         """Have an adapter dropped; one that is not there is no error."""
         try:
-            self._connections.post("/v1/unload_lora_adapter", {"lora_name": name}, ORDER_S)
+            self._connections.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
         except ServerRefusal as refusal:
             if refusal.status not in (400, 404):
                 raise

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerWeights"]
 
+CLOSE_S = 10.0  # that the end of a run waits for its adapter to be dropped
+
 
 class ServerWeights:
     """Keeps one server's weights those of one model."""
@@ -106,8 +108,8 @@ class ServerWeights:
         assert self._folder is not None
         return SamplerMismatch(
             f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
-            f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server of "
-            "its own"
+            f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server "
+            "of its own"
         )
 
     @property
@@ -168,8 +170,8 @@ class ServerWeights:
         if folder.is_adapter:
             if state.weights:
                 raise SettingsError(
-                    f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
-                    "and adapters belong on those of its start; start it again"
+                    f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}"
+                    "), and adapters belong on those of its start; start it again"
                 )
         elif not state.weights:
             raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
@@ -191,8 +193,8 @@ class ServerWeights:
     def close(self) -> None:
         """Take the run's adapter out of the server, and remove what was written."""
         if self._adapter is not None:
-            with contextlib.suppress(PosttrainError):  # a server that is gone has forgotten it
-                self.server.unload_adapter(self._adapter)
+            with contextlib.suppress(PosttrainError):  # one that is gone has forgotten it
+                self.server.unload_adapter(self._adapter, CLOSE_S)
         self._adapter = None
         self.forget()
         self._folders.close()

@@ -12,6 +12,7 @@ from helpers import ROOT
 from helpers.letters import weights
 from helpers.rollout_server import sampled, server_settings
 from helpers.vllm_stand_in import INSTANCE, make_worker, vllm_stand_in
+from helpers.waiting import wait_for
 from helpers.worker_cluster import compiled_model, letters_trainer
 
 from rl_core.data.tokenizer import train_tokenizer
@@ -113,6 +114,19 @@ def test_an_adapter_for_each_version(tokenizer, server):
         with_vllm(wide, server)
     trainer.server.close()
     assert not server.adapters
+
+
+def test_a_silent_server_does_not_hold_the_end_of_a_run(tokenizer, server, monkeypatch):
+    monkeypatch.setattr("rl_core.rollout_workers.server_weights.CLOSE_S", 0.1)
+    model = add_adapter(compiled_model(tokenizer), LoraSettings())
+    trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
+    trainer.step()
+    is_over, waited = threading.Event(), []
+    server.before = lambda path, body: waited.append(is_over.wait(20)) if path == "/v1/unload_lora_adapter" else None
+    trainer.server.close()
+    is_over.set()
+    wait_for(lambda: waited, "the end of its silence")
+    assert waited == [True]
 
 
 def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
