@@ -508,6 +508,8 @@ def test_one_process_imports_nothing_of_it():
     [
         ({"workers": "server"}, "address: workers: server needs host:port"),
         ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
         ({"workers": "server", "address": "a:1", "independent": True}, "independent: is of the rollout engine"),
         (
@@ -527,6 +529,7 @@ def test_settings_of_a_server(options, message):
 
 def test_addresses():
     for address, url in (
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"), ("[::1]:8", "http://[::1]:8"),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"),
+        ("[::1]:8", "http://[::1]:8"), ("http-gpu:8000", "http://http-gpu:8000"),
     ):  # fmt: skip
         assert RolloutSettings(workers="server", address=address).base_url == url
