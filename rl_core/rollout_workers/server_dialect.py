@@ -269,8 +269,12 @@ def _advice(refusal: ServerRefusal) -> str:
 def _key(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
-    if not (key := os.environ.get(variable)):
+    if not (key := os.environ.get(variable, "").strip()):
         raise SettingsError(f"rollouts.server.key_variable: the environment variable {variable} is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError(
+            f"rollouts.server.key_variable: the environment variable {variable} holds characters that no key has"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 

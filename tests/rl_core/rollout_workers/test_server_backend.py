@@ -21,6 +21,7 @@ from rl_core.models.causal_lm import save_weights
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
+from rl_core.rollout_workers.server_dialect import InferenceServer
 from rl_core.rollout_workers.weight_folders import folder_digest
 from rl_core.rollouts.batching import make_batches, train_row
 from rl_core.settings import (
@@ -525,6 +526,18 @@ def test_one_process_imports_nothing_of_it():
 def test_settings_of_a_server(options, message):
     with pytest.raises(SettingsError, match=message):
         RolloutSettings(**options)
+
+
+def test_keys(monkeypatch, server):
+    """As a file that was edited elsewhere gives it, and one that no header takes: http.client would print it."""
+    settings = server_settings(server.url, key_variable="POSTTRAIN_TEST_KEY")
+    monkeypatch.setenv("POSTTRAIN_TEST_KEY", "abc\r\n")
+    assert InferenceServer(settings).describe().engine == "vllm"
+    for key in ("a\nb", "schlüssel", "a\x7f"):
+        monkeypatch.setenv("POSTTRAIN_TEST_KEY", key)
+        with pytest.raises(SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has") as caught:
+            InferenceServer(settings)
+        assert key not in str(caught.value)
 
 
 def test_addresses():
