@@ -467,7 +467,9 @@ def test_start_command(tmp_path):
         assert part in done.stdout, part
     instance = done.stdout.partition("POSTTRAIN_INSTANCE=")[2].split()[0]
     assert f"--fingerprint-value {instance}" in done.stdout
-    assert "is no program" in start("--python", tmp_path / "none", "--model", "base").stderr
+    for python in (tmp_path / "none", tmp_path):  # the folder of an environment is none, either
+        refused = start("--python", python, "--model", "base").stderr
+        assert "is no program" in refused and "Traceback" not in refused
     assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
 
 
