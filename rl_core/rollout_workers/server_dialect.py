@@ -284,7 +284,7 @@ def _tokens(answer: Any, prompt_ids: Sequence[int]) -> ServedTokens:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"]]
         told = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-        read, instance = choice["prompt_token_ids"], str(answer["system_fingerprint"])
+        read, instance = list(choice["prompt_token_ids"]), str(answer["system_fingerprint"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerRefusal(
             f"an answer of /v1/completions has no token_ids, prompt_token_ids or logprobs ({type(error).__name__}: "
@@ -292,7 +292,7 @@ def _tokens(answer: Any, prompt_ids: Sequence[int]) -> ServedTokens:
         ) from error  # fmt: skip
     if len(tokens) != len(told):
         raise ServerRefusal(f"an answer of /v1/completions has {len(told)} log-probs for {len(tokens)} tokens", 0)
-    if list(read) != list(prompt_ids):
+    if read != list(prompt_ids):
         raise ServerRefusal(
             f"the server read another prompt than it was sent: {len(read)} tokens in place of {len(prompt_ids)}", 0
         )

@@ -218,6 +218,8 @@ def choice_of(change):
     ("change", "error", "message"),
     [
         (lambda a: a["choices"][0].pop("token_ids"), BackendError, "has no token_ids"),
+        (lambda a: a["choices"][0].update(prompt_token_ids=None), BackendError, "has no token_ids, prompt_token_ids"),
+        (lambda a: a["choices"][0].update(logprobs=None), BackendError, "prompt_token_ids or logprobs"),
         (lambda a: a["choices"][0]["prompt_token_ids"].insert(0, 1), BackendError, "read another prompt"),
         (lambda a: a["choices"][0]["token_ids"].append(10**6), BackendError, "log-probs for"),
         (
