@@ -54,11 +54,15 @@ def with_vllm(trainer, server, **options):
     return trainer
 
 
+def late_updates(tokenizer, **options):
+    """A trainer whose updates travel with the next rollouts: no gate sends the first one at once."""
+    return letters_trainer(tokenizer, numerics=NumericsGateSettings(every=0), **options)
+
+
 def test_a_run_on_vllm(tokenizer, server):
     """Every token's log-prob is the trainer's, at the temperature; every update travels, and each is proven."""
     sampling = SamplingSettings(max_completion_tokens=4, temperature=0.8)
-    numerics = NumericsGateSettings(every=0)  # else the first update travels at once
-    trainer = with_vllm(letters_trainer(tokenizer, sampling=sampling, numerics=numerics), server)
+    trainer = with_vllm(late_updates(tokenizer, sampling=sampling), server)
     for _ in range(2):
         policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         metrics = trainer.step()
@@ -274,7 +278,7 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
 
 def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, server, monkeypatch):
     """Keys and values of the weights before would be read for equal prompts."""
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer = with_vllm(late_updates(tokenizer), server)
     held = [True, True, False]
 
     def before(path, body):
@@ -286,7 +290,7 @@ def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, ser
     assert held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
     monkeypatch.setattr("rl_core.rollout_workers.server_dialect.FORGET_S", 0.0)
     server.before = lambda path, body: (200, {"success": False}) if path == "/reset_prefix_cache" else None
-    with pytest.raises(BackendError, match="keeps what it computed .* give each run a server of its own"):
+    with pytest.raises(BackendError, match=r"keeps what it computed .* give each run a server of its own"):
         trainer.step()
 
 
@@ -401,7 +405,7 @@ def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
     given_back = []
 
     def stopping(path, body):
-        if path == "/v1/completions" and 20 <= len(server.asked) and len(given_back) < 5:
+        if path == "/v1/completions" and len(server.asked) >= 20 and len(given_back) < 5:
             given_back.append(body)
             return choice_of(empty)(server, path, body)
         return None
@@ -410,7 +414,7 @@ def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
     assert trainer.step()["perf/server_recoveries"] >= 1.0
     assert sampled(trainer) == sampled(other) and len(given_back) == 5
     server.before = lambda path, body: choice_of(empty)(server, path, body)
-    with pytest.raises(BackendError, match="an answer has no token.* 9 times within one collection"):
+    with pytest.raises(BackendError, match=r"an answer has no token.* 9 times within one collection"):
         trainer.step()
 
 
@@ -418,7 +422,7 @@ def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
 def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
     """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
     monkeypatch.setattr("rl_core.rollout_workers.server_backend._ASK_AGAIN_S", 0.01)
-    trainer = with_vllm(letters_trainer(tokenizer), server, patience_s=20.0, sleeps=True)
+    trainer = with_vllm(late_updates(tokenizer), server, patience_s=20.0, sleeps=True)
     trainer.step()
     refused = []
 
