@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)]))
         return
     python = Path(options.python)
-    if not os.access(python, os.X_OK):
+    if not (python.is_file() and os.access(python, os.X_OK)):
         sys.exit(
             f"start.py: --python: {python} is no program; make the environment of deployments/vllm/requirements.txt"
         )

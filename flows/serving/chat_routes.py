@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -28,7 +28,7 @@ from rl_core.inference.served_requests import Cancelled, DeadlinePassed, Overloa
 from rl_core.online.served_experience import answer_ballot, count_votes
 from rl_core.online.voting import VoteOutcome, samples_to_draw
 
-__all__ = ["CheckedChat", "ClientGone", "answered", "chat_completions", "refusal_of", "whole_body"]
+__all__ = ["CheckedChat", "answered", "chat_completions", "counted", "refusal_of", "whole_body"]
 
 
 class ClientGone(Exception):
@@ -49,28 +49,22 @@ async def whole_body(server: ChatServer, request: Request) -> bytes:
     return payload.body
 
 
-async def chat_completions(request: Request) -> Response:
-    """The route."""
-    server, began = server_of(request), time.monotonic()
-    code = 500
+async def counted(request: Request, respond: Callable[[ChatServer, float], Awaitable[Response]]) -> Response:
+    """The response of a route that answers, counted by its status; 499 for a client that has left before.
+
+    Args:
+        respond: gives it, from the server and the time at which the request began (of the monotonic clock, seconds);
+            may raise ClientGone.
+    Raises: RefusedRequest, of which the status is counted, too.
+    """
+    server, began, code = server_of(request), time.monotonic(), 500
     try:
         server.check_token(request)
-        body = read_json_body(ChatBody, await whole_body(server, request))
-        server.check_model(body.model)
-        answering, _ = server.ready()
-        asked = await check_chat(server, body, began)
-        if body.stream:
-            requests = await asked.more(0, asked.count)
-            pending = _submitted(answering, requests, streams=True)
-            code = 200
-            return ChatStream(server, asked.form, pending, asked.began, _told_usage(body), functools.partial(
-                _recorded, server, asked, requests
-            ))  # fmt: skip
         try:
-            response = JSONResponse(await (_voted if body.vote else _whole)(server, request, asked))
+            response = await respond(server, began)
         except ClientGone:
             server.metrics.gone.inc()
-            response = Response(status_code=499)  # type: ignore[assignment]
+            response = Response(status_code=499)
         code = response.status_code
         return response
     except RefusedRequest as refused:
@@ -78,6 +72,25 @@ async def chat_completions(request: Request) -> Response:
         raise
     finally:
         server.metrics.requests.labels(str(code)).inc()
+
+
+async def chat_completions(request: Request) -> Response:
+    """The route."""
+    return await counted(request, functools.partial(_completed, request))
+
+
+async def _completed(request: Request, server: ChatServer, began: float) -> Response:
+    body = read_json_body(ChatBody, await whole_body(server, request))
+    server.check_model(body.model)
+    answering, _ = server.ready()
+    asked = await check_chat(server, body, began)
+    if body.stream:
+        requests = await asked.more(0, asked.count)
+        pending = _submitted(answering, requests, streams=True)
+        return ChatStream(server, asked.form, pending, asked.began, _told_usage(body), functools.partial(
+            _recorded, server, asked, requests
+        ))  # fmt: skip
+    return JSONResponse(await (_voted if body.vote else _whole)(server, request, asked))
 
 
 def _told_usage(body: ChatBody) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from flows.serving.chat_bodies import read_json_body
 from flows.serving.chat_prompts import PromptMaker
-from flows.serving.chat_routes import ClientGone, answered, whole_body
-from flows.serving.chat_server import ChatServer, server_of
+from flows.serving.chat_routes import answered, counted, whole_body
+from flows.serving.chat_server import ChatServer
 from flows.serving.completion_bodies import CompletionBody
 from flows.serving.refused import RefusedRequest
 from flows.serving.rollout_orders import RolloutOrders
@@ -29,29 +30,19 @@ _IMPOSSIBLE = -9999.0  # the dialect's number for the log-probability of a token
 
 async def completions(request: Request) -> Response:
     """The route."""
-    server, began, code = server_of(request), time.monotonic(), 500
+    return await counted(request, functools.partial(_completed, request))
+
+
+async def _completed(request: Request, server: ChatServer, began: float) -> Response:
     orders: RolloutOrders = request.app.state.orders
-    try:
-        server.check_token(request)
-        body = read_json_body(CompletionBody, await whole_body(server, request))
-        orders.check_name(body.model)
-        _, prompts = server.ready()
-        requests = _requests(server, prompts, body, began)
-        try:
-            await answered(server, request, requests)
-            response: Response = JSONResponse(_answer(orders, prompts, body, requests))
-            sampled = sum(len(_tokens(one)) for one in requests)
-            server.metrics.answered(time.monotonic() - began, len(body.prompt), sampled)
-        except ClientGone:
-            server.metrics.gone.inc()
-            response = Response(status_code=499)
-        code = response.status_code
-        return response
-    except RefusedRequest as refused:
-        code = refused.status
-        raise
-    finally:
-        server.metrics.requests.labels(str(code)).inc()
+    body = read_json_body(CompletionBody, await whole_body(server, request))
+    orders.check_name(body.model)
+    _, prompts = server.ready()
+    requests = _requests(server, prompts, body, began)
+    await answered(server, request, requests)
+    response = JSONResponse(_answer(orders, prompts, body, requests))
+    server.metrics.answered(time.monotonic() - began, len(body.prompt), sum(len(_tokens(one)) for one in requests))
+    return response
 
 
 def _requests(server: ChatServer, prompts: PromptMaker, body: CompletionBody, began: float) -> list[ServedRequest]:

@@ -16,6 +16,7 @@ from rl_core.errors import BackendError
 __all__ = ["JsonConnections", "ServerAway", "ServerRefusal", "StaleAnswer"]
 
 MAX_ANSWER = 256 * 2**20  # bytes
+CONNECT_S = 60.0  # for a connection to be made, which `close` cannot cut
 _AWAY = (408, 425, 502, 503, 504)  # the request may be answered later
 _STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError, http.client.CannotSendRequest)
 
@@ -49,37 +50,49 @@ class JsonConnections:
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
+        self._cuts = 0
 
     def get(self, path: str, timeout_s: float) -> Any:
         """Decoded answer to a GET. Raises: as `post`."""
         return self._ask("GET", path, None, timeout_s)
 
-    def post(self, path: str, body: Any, timeout_s: float) -> Any:
+    def post(self, path: str, body: Any, timeout_s: float, cuts: int | None = None) -> Any:
         """Decoded answer to a POST of JSON; None for an empty one.
 
-        Raises: ServerAway without an answer within `timeout_s` between two parts of it; ServerRefusal for an error.
+        Args:
+            cuts: `cuts` of the moment at which the request was decided on; None = now. It fails after a later `close`.
+        Raises: ServerAway without a whole answer, or without a part of it for `timeout_s`; ServerRefusal for an error.
         """
-        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s, cuts)
+
+    @property
+    def cuts(self) -> int:
+        """Times that `close` was called; a request from before the last one is not sent."""
+        return self._cuts
 
     def close(self) -> None:
-        """Cut all connections: requests that wait for an answer fail at once."""
+        """Cut all connections: requests that wait for an answer fail at once, and later ones open new connections."""
         with self._lock:
+            self._cuts += 1
             idle, busy, self._idle = self._idle, list(self._busy), []
         for connection in idle:
             connection.close()
         for connection in busy:
+            sock = connection.sock  # its request may end, and close it, at any moment
             with contextlib.suppress(OSError):
-                if connection.sock is not None:
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+                if sock is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float, cuts: int | None = None) -> Any:
+        cuts = self._cuts if cuts is None else cuts
         while True:
             connection, is_used = self._take()
             try:
-                answer, data = self._once(connection, method, path, body, timeout_s)
+                self._open(connection, cuts, timeout_s)
+                answer, data = self._once(connection, method, path, body)
             except (OSError, http.client.HTTPException) as error:
                 self._give_back(connection, is_open=False)
-                if is_used and isinstance(error, _STALE):  # the server closed it while it was idle
+                if is_used and isinstance(error, _STALE) and self._cuts == cuts:  # the server closed it while idle
                     continue
                 raise ServerAway(f"{self.base_url}{path}: {_words(error)}") from error
             except BaseException:
@@ -88,17 +101,25 @@ class JsonConnections:
             self._give_back(connection, is_open=not answer.will_close)
             return self._read(path, answer, data)
 
+    def _open(self, connection: http.client.HTTPConnection, cuts: int, timeout_s: float) -> None:
+        """Connect, if it is not. Raises: OSError, also where `close` was called meanwhile."""
+        if connection.sock is None:
+            connection.timeout = min(timeout_s, CONNECT_S)
+            connection.connect()
+        connection.sock.settimeout(timeout_s)
+        if self._cuts != cuts:  # `close` may have looked at it before it had a socket
+            raise ConnectionAbortedError("the connection was cut")
+
     def _once(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, timeout_s: float
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection.timeout = timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
         connection.request(method, path, body, self._headers)
         answer = connection.getresponse()
         data = answer.read(MAX_ANSWER + 1)
         if len(data) > MAX_ANSWER:
             raise OSError(f"the answer is longer than {MAX_ANSWER // 2**20} MiB")
+        if answer.length:  # http.client says nothing of an end before it
+            raise http.client.IncompleteRead(data, answer.length)
         return answer, data
 
     def _read(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:

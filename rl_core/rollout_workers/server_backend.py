@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_core.environments.step_pool import Observation, PendingTurn, wait_for_any
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import BackendError, SamplerMismatch, SettingsError
 from rl_core.inference.sampling import RolloutSequence, check_prompt, check_weights
 from rl_core.inference.transformers_backend import BackendRow
 from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal, StaleAnswer
@@ -169,6 +170,19 @@ class ServerBackend:
         self.recover(away)
         self._bring(sampling)
 
+    def loss_behind(self, refusal: ServerRefusal) -> ServerAway:
+        """The loss of a server that refuses since it was started again: it does not know the adapter (404).
+
+        Raises: BackendError for any other refusal.
+        """
+        try:
+            is_another = refusal.status == 404 and self.server.state().instance != self.weights.instance
+        except ServerAway as away:
+            return away
+        if not is_another:
+            raise _refused(refusal) from refusal
+        return StaleAnswer(f"it was started again: {refusal}")
+
     def _patiently(self, ask: Callable[[], T], away: ServerAway | None = None) -> T:
         """Result of a question, asked until it is answered or `patience_s` are over."""
         end, problem = time.monotonic() + self.settings.patience_s, away
@@ -245,7 +259,7 @@ class _Play:
     _todo: deque[BackendRow] = field(default_factory=deque)
     _asked: dict[Future[ServedTokens], BackendRow] = field(default_factory=dict)
     _in_environment: dict[BackendRow, PendingTurn] = field(default_factory=dict)
-    _owed: list[BackendRow] = field(default_factory=list)  # their request was lost
+    _owed: list[BackendRow] = field(default_factory=list)  # their request was lost, or not sent after a loss
     _away: ServerAway | None = None
 
     def play(self, sequences: Sequence[RolloutSequence]) -> None:
@@ -285,23 +299,35 @@ class _Play:
             self._go_on(row, self._in_environment.pop(row).result())
 
     def _take(self, row: BackendRow, future: Future[ServedTokens]) -> None:
-        """Add an answer's tokens to its row."""
+        """Go on with a row after the answer to its request, or note that it was lost."""
         try:
             served = future.result()
         except ServerAway as away:
             self._owe(row, away)
             return
         except ServerRefusal as refusal:
-            raise _refused(refusal) from refusal
+            self._owe(row, self.backend.loss_behind(refusal))
+            return
         if served.instance != self.backend.weights.instance:
             self._owe(row, StaleAnswer(f"it was started again: an answer is of process {served.instance}"))
             return
-        if not served.tokens:
-            raise BackendError("the inference server gives an answer without a token, again and again")
+        if not served.tokens:  # vLLM ends what it has not begun in this way when it is stopped
+            self._owe(row, ServerAway("an answer has no token"))
+            return
+        self._add(row, served)
+
+    def _add(self, row: BackendRow, served: ServedTokens) -> None:
+        """Go on with a row after its next tokens. Raises: BackendError, SamplerMismatch for those that cannot be."""
         vocabulary = self.backend.description.shape["vocab_size"]
         for token, logprob in zip(served.tokens, served.logprobs, strict=True):
             if not 0 <= token < vocabulary:
                 raise BackendError(f"the inference server sampled token {token}, and the vocabulary has {vocabulary}")
+            if not math.isfinite(logprob):
+                raise SamplerMismatch(
+                    f"{self.backend.weights.who}: it tells {logprob} as the log-prob of a token that it sampled, so "
+                    f"its activations overflow ({self.backend.description.dtype}), or the token is of another "
+                    "distribution. None of its rollouts is used"
+                )
             row.add(token, logprob)
             if row.has_acted(self.backend.eos_ids):
                 turn = row.end_turn(self.backend.eos_ids)
@@ -313,8 +339,11 @@ class _Play:
         self._todo.append(row)  # it saw a stop text where the trainer sees none
 
     def _owe(self, row: BackendRow, away: ServerAway) -> None:
+        """Note a lost request; those that have not been sent wait for the server, too."""
         self._owed.append(row)
         self._away = away
+        for future in [future for future in self._asked if future.cancel()]:
+            self._owed.append(self._asked.pop(future))
 
     def _go_on(self, row: BackendRow, observation: Observation) -> None:
         if row.goes_on(observation):

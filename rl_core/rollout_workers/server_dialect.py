@@ -8,10 +8,11 @@ deployments/vllm/posttrain_worker.py in vLLM and flows/serving/rollout_orders.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rl_core.settings import RolloutSettings, SamplingSettings
 __all__ = ["InferenceServer", "LoadedWeights", "ServedTokens", "ServerDescription", "ServerState"]
 
 ASK_S, ORDER_S = 10.0, 600.0  # of a question; of an order about weights or sleep
+FORGET_S = 60.0  # for requests that hold blocks of the prefix cache to end
 IMPOSSIBLE = -9999.0  # the dialect's number for the log-probability of a token that cannot come
 PROCESSED = "processed_logprobs"  # of the distribution that tokens are drawn from, temperature included
 OWN, VLLM = "posttrain", "vllm"  # engines
@@ -122,7 +124,8 @@ class InferenceServer:
 
     def state(self) -> ServerState:
         """Ask for the process and its weights."""
-        told = self._order("state", ASK_S)
+        with _failures_as_losses():
+            told = self._order("state", ASK_S)
         return ServerState(str(told["instance"]), str(told["weights"]))
 
     def tokenize(self, name: str, text: str) -> list[int]:
@@ -143,6 +146,7 @@ class InferenceServer:
             seed: `seed`, and for `posttrain serve` `drawn`.
         Raises: ServerAway; ServerRefusal for a request that will never be answered, or an answer that is none.
         """
+        cuts, timeout_s = self._connections.cuts, self.settings.timeout_s
         body = {
             "model": name, "prompt": list(prompt_ids), "max_tokens": most, "n": 1, "stream": False, **seed,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
@@ -151,24 +155,40 @@ class InferenceServer:
             "include_stop_str_in_output": True, "skip_special_tokens": False, "add_special_tokens": False,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
-        end = time.monotonic() + self.settings.timeout_s
+        end = time.monotonic() + timeout_s
         while True:
             try:
-                return _tokens(self._connections.post("/v1/completions", body, self.settings.timeout_s), prompt_ids)
+                with _failures_as_losses():
+                    return _tokens(self._connections.post("/v1/completions", body, timeout_s, cuts), prompt_ids)
             except ServerRefusal as refusal:
-                if refusal.status != 429 or time.monotonic() > end:
-                    if refusal.status >= 500 or refusal.status == 429:  # an engine that failed may be started again
-                        raise ServerAway(str(refusal)) from refusal
+                if refusal.status != 429:
                     raise
+                if time.monotonic() > end:
+                    raise ServerAway(str(refusal)) from refusal
                 time.sleep(min(max(refusal.retry_after, 0.05), 5.0))
 
     # Weights
 
     def load_weights(self, folder: Path) -> LoadedWeights:
-        """Have the weights of a model folder loaded in place of the present ones, and forget what they computed."""
-        loaded = _loaded(self._orders("load_weights", ORDER_S, folder=str(folder)))
-        self._connections.post("/reset_prefix_cache", {}, ORDER_S)
-        return loaded
+        """Have the weights of a model folder loaded in place of the present ones; see `forget_prefixes`."""
+        return _loaded(self._orders("load_weights", ORDER_S, folder=str(folder)))
+
+    def forget_prefixes(self) -> None:
+        """Have the prefix cache emptied, which vLLM does not do (`success: false`) while requests hold blocks of it.
+
+        Those of a run that was stopped may still end. Raises: ServerRefusal where they do not within FORGET_S.
+        """
+        end = time.monotonic() + FORGET_S
+        while True:
+            told = self._connections.post("/reset_prefix_cache", {}, ORDER_S)
+            if not isinstance(told, dict) or told.get("success", True):
+                return
+            if time.monotonic() > end:
+                raise ServerRefusal(
+                    f"{self.address} keeps what it computed with the weights before these: for {FORGET_S:g} s it has "
+                    "answered requests of others; give each run a server of its own", 0
+                )  # fmt: skip
+            time.sleep(0.1)
 
     def load_adapter(self, name: str, folder: Path) -> LoadedWeights:
         """Have an adapter of peft's format loaded under a name of its own."""
@@ -176,25 +196,28 @@ class InferenceServer:
         self._connections.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ORDER_S)
         return read
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, timeout_s: float = ORDER_S) -> None:
         """Have an adapter dropped; one that is not there is no error."""
         try:
-            self._connections.post("/v1/unload_lora_adapter", {"lora_name": name}, ORDER_S)
+            self._connections.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
         except ServerRefusal as refusal:
             if refusal.status not in (400, 404):
                 raise
 
     def sleep(self) -> None:
         """Have GPU memory given up; weights stay in the machine's memory."""
-        self._connections.post("/sleep?level=1", {}, ORDER_S)
+        with _failures_as_losses():
+            self._connections.post("/sleep?level=1", {}, ORDER_S)
 
     def is_asleep(self) -> bool:
         """True = it has given up its memory, as at the order of an earlier run."""
-        return bool(self._connections.get("/is_sleeping", ASK_S)["is_sleeping"])
+        with _failures_as_losses():
+            return bool(self._connections.get("/is_sleeping", ASK_S)["is_sleeping"])
 
     def wake(self) -> None:
         """Inverse of `sleep`."""
-        self._connections.post("/wake_up", {}, ORDER_S)
+        with _failures_as_losses():
+            self._connections.post("/wake_up", {}, ORDER_S)
 
     def close(self) -> None:
         """Cut all connections."""
@@ -225,6 +248,17 @@ _START = (
 )
 
 
+@contextlib.contextmanager
+def _failures_as_losses() -> Iterator[None]:
+    """Raise an error of the server itself (5xx) as ServerAway: an engine that has failed may be started again."""
+    try:
+        yield
+    except ServerRefusal as refusal:
+        if refusal.status < 500:
+            raise
+        raise ServerAway(str(refusal)) from refusal
+
+
 def _advice(refusal: ServerRefusal) -> str:
     """An error of a server that was just met, with what to do."""
     if refusal.status in (401, 403):
@@ -235,8 +269,12 @@ def _advice(refusal: ServerRefusal) -> str:
 def _key(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
-    if not (key := os.environ.get(variable)):
+    if not (key := os.environ.get(variable, "").strip()):
         raise SettingsError(f"rollouts.server.key_variable: the environment variable {variable} is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError(
+            f"rollouts.server.key_variable: the environment variable {variable} holds characters that no key has"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -246,7 +284,7 @@ def _tokens(answer: Any, prompt_ids: Sequence[int]) -> ServedTokens:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"]]
         told = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-        read, instance = choice["prompt_token_ids"], str(answer["system_fingerprint"])
+        read, instance = list(choice["prompt_token_ids"]), str(answer["system_fingerprint"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerRefusal(
             f"an answer of /v1/completions has no token_ids, prompt_token_ids or logprobs ({type(error).__name__}: "
@@ -254,7 +292,7 @@ def _tokens(answer: Any, prompt_ids: Sequence[int]) -> ServedTokens:
         ) from error  # fmt: skip
     if len(tokens) != len(told):
         raise ServerRefusal(f"an answer of /v1/completions has {len(told)} log-probs for {len(tokens)} tokens", 0)
-    if list(read) != list(prompt_ids):
+    if read != list(prompt_ids):
         raise ServerRefusal(
             f"the server read another prompt than it was sent: {len(read)} tokens in place of {len(prompt_ids)}", 0
         )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerWeights"]
 
+CLOSE_S = 10.0  # that the end of a run waits for its adapter to be dropped
+
 
 class ServerWeights:
     """Keeps one server's weights those of one model."""
@@ -100,14 +102,19 @@ class ServerWeights:
         except ServerAway:  # it has answered everything that was asked, under the right weights
             return
         if self._state is not None and now.instance == self._state.instance and now != self._state:
-            raise SamplerMismatch(
-                f"{self._who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, "
-                f"ours {self._state.weights[:12]}) while rollouts were sampled, of which none is used; give each run a "
-                "server of its own"
-            )
+            raise self._changed_by_others(now)
+
+    def _changed_by_others(self, now: ServerState) -> SamplerMismatch:
+        assert self._folder is not None
+        return SamplerMismatch(
+            f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
+            f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server "
+            "of its own"
+        )
 
     @property
-    def _who(self) -> str:
+    def who(self) -> str:
+        """Address and engine, for messages."""
         return f"inference server {self.server.address} ({self.description.words})"
 
     def _write(self) -> None:
@@ -122,17 +129,16 @@ class ServerWeights:
         try:
             loaded = self._load_adapter() if self._folder.is_adapter else self.server.load_weights(self._folder.path)
         except ServerRefusal as refusal:
+            self.server.state()  # an engine that has failed is a loss
             raise ServerRefusal(
                 f"{refusal}; does it see {self._folder.path} under the same path (rollouts.server.folder)?",
                 refusal.status,
             ) from refusal
         self._check(loaded, self._folder)
+        if not self._folder.is_adapter:
+            self.server.forget_prefixes()
         state = self.server.state()
-        if self._folder.is_adapter and state.weights:
-            raise SettingsError(
-                f"rollouts.address: {self._who} holds whole weights of an earlier run (digest {state.weights[:12]}), "
-                "and adapters belong on those of its start; start it again"
-            )
+        self._check_state(state, self._folder)
         self._state = state
 
     def _load_adapter(self) -> LoadedWeights:
@@ -149,15 +155,28 @@ class ServerWeights:
     def _check(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
         if loaded.digest != folder.digest:
             raise SamplerMismatch(
-                f"{self._who}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
+                f"{self.who}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
                 f"{folder.digest[:12]}: the transfer did not arrive. Does it see {folder.path} under the same path?"
             )
         if loaded.differing:
             raise SamplerMismatch(
-                f"{self._who}: of {loaded.compared} weights that were looked at after the update "
+                f"{self.who}: of {loaded.compared} weights that were looked at after the update "
                 f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
                 "not taken over"
             )
+
+    def _check_state(self, state: ServerState, folder: WeightFolder) -> None:
+        """Raises: ServerAway, SamplerMismatch, SettingsError for other weights right after an update."""
+        if folder.is_adapter:
+            if state.weights:
+                raise SettingsError(
+                    f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}"
+                    "), and adapters belong on those of its start; start it again"
+                )
+        elif not state.weights:
+            raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
+        elif state.weights != folder.digest:
+            raise self._changed_by_others(state)
 
     def _verify(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
         probe = Probe.of(vocabulary_size(self.model), sampling)
@@ -165,7 +184,7 @@ class ServerWeights:
         self.difference = trainer_difference(self.model, answers, probe)
         if not self.difference <= self.bound:
             raise SamplerMismatch(
-                f"{self._who}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
+                f"{self.who}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
                 f"nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not sample from the weights, "
                 "adapter and temperature that are trained. None of its rollouts is used"
             )
@@ -174,8 +193,8 @@ class ServerWeights:
     def close(self) -> None:
         """Take the run's adapter out of the server, and remove what was written."""
         if self._adapter is not None:
-            with contextlib.suppress(PosttrainError):  # a server that is gone has forgotten it
-                self.server.unload_adapter(self._adapter)
+            with contextlib.suppress(PosttrainError):  # one that is gone has forgotten it
+                self.server.unload_adapter(self._adapter, CLOSE_S)
         self._adapter = None
         self.forget()
         self._folders.close()

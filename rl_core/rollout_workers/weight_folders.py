@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.causal_lm import save_weights
@@ -57,7 +56,7 @@ class WeightFolders:
             with torch.no_grad():
                 (save_adapter if is_adapter else save_weights)(self._model, folder)
             found = WeightFolder(folder, folder_digest(folder), _size(folder), is_adapter)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"{folder}: the weights for the inference server cannot be written ({error}); make room, or set "
@@ -92,12 +91,8 @@ def folder_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
-                found |= digests(_one(name, tensors.get_tensor(name)))
+                found |= digests({name: tensors.get_tensor(name)})
     return digest_of(found)
-
-
-def _one(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {name: tensor}
 
 
 def _size(folder: Path) -> int:

@@ -22,7 +22,7 @@ __all__ = [
 RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
 VLLM_VERSION = "0.30.0"  # whose source the client was written from; see deployments/vllm/
 _ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
-_SERVER = re.compile(r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?")
+_SERVER = re.compile(r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,8 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
             )
-        if not _SERVER.fullmatch(self.address):
+        port = int(self.address.rstrip("/").rpartition(":")[2]) if _SERVER.fullmatch(self.address) else 0
+        if not 0 < port < 2**16:
             raise SettingsError(f"address: {self.address!r} must be host:port of an inference server, or http(s)://...")
         if self.count != 1:
             raise SettingsError(f"count: {self.count} servers; give the address of one that has as many replicas")
@@ -149,7 +150,7 @@ class RolloutSettings(Settings):
     def base_url(self) -> str:
         """Address of the server, as `http://host:port`."""
         address = (self.address or "").rstrip("/")
-        return address if address.startswith("http") else f"http://{address}"
+        return address if "://" in address else f"http://{address}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from rl_core.errors import CheckpointError, FolderBusy
 from rl_core.storage.faults import fault
@@ -128,5 +131,13 @@ def _publish(
         return seal_folder(temporary, final, extra_manifest, digests=digests)
     except OSError as error:
         raise refused(final, error) from error
+    except SafetensorError as error:
+        raise refused(final, _disk_error(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _disk_error(error: SafetensorError) -> OSError:
+    """The disk's error in the text of safetensors' own, "I/O error: No space left on device (os error 28)"."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))

@@ -160,6 +160,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
         metrics |= self._check_numerics()
+        if self.server is not None:
+            self.server.rest()  # the gate may have woken it
         if self.process_group.is_rank_zero:
             self._signal.observe(metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked])
         stopped = time.perf_counter()

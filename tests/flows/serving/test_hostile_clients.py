@@ -47,8 +47,20 @@ def endless(stream, tokens=190):
     return json.dumps(body).encode()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_slots_of_a_client_that_is_gone_are_freed(tmp_path, model_folder, stream):
+ENDLESS_TOKENS = {
+    "model": "small", "prompt": [5, 6], "n": 4, "max_tokens": 190, "seed": 0, "ignore_eos": True, "logprobs": 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/chat/completions", endless(False), 499), ("/v1/chat/completions", endless(True), 200),
+        ("/v1/completions", json.dumps(ENDLESS_TOKENS).encode(), 499),
+    ],
+    ids=["whole", "stream", "tokens"],
+)  # fmt: skip
+def test_the_slots_of_a_client_that_is_gone_are_freed(tmp_path, model_folder, path, body, code):
     with running_server(tmp_path, model_folder) as server:
         loop = server.server.answering.loop
         whole, is_closed = loop.step, threading.Event()
@@ -61,13 +73,15 @@ def test_the_slots_of_a_client_that_is_gone_are_freed(tmp_path, model_folder, st
             return whole()
 
         loop.step = held_step
-        connection = raw(server, head_of(len(endless(stream))), endless(stream))
+        connection = raw(server, head_of(len(body), path), body)
         wait_for(lambda: server.state.active == 4, "slots", 20)
         connection.close()
         is_closed.set()
         wait_for(lambda: idle(server), "free slots", 20)
         assert server.chat(max_tokens=2)["choices"]
-        assert "posttrain_serving_clients_gone_total 1.0" in server.client.get("/metrics").text
+        wait_for(lambda: "clients_gone_total 1.0" in server.client.get("/metrics").text, "its count", 20)
+        counted = f'requests_total{{code="{code}"}} {2.0 if code == 200 else 1.0}'  # with the answer after it
+        assert counted in server.client.get("/metrics").text
 
 
 def test_bodies_that_are_too_large_or_no_text(tmp_path, model_folder):

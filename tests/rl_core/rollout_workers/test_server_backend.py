@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from helpers import ROOT
 from helpers.letters import weights
 from helpers.rollout_server import sampled, server_settings
 from helpers.vllm_stand_in import INSTANCE, make_worker, vllm_stand_in
+from helpers.waiting import wait_for
 from helpers.worker_cluster import compiled_model, letters_trainer
 
 from rl_core.data.tokenizer import train_tokenizer
@@ -18,6 +21,7 @@ from rl_core.models.causal_lm import save_weights
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
+from rl_core.rollout_workers.server_dialect import InferenceServer
 from rl_core.rollout_workers.weight_folders import folder_digest
 from rl_core.rollouts.batching import make_batches, train_row
 from rl_core.settings import (
@@ -50,11 +54,15 @@ def with_vllm(trainer, server, **options):
     return trainer
 
 
+def late_updates(tokenizer, **options):
+    """A trainer whose updates travel with the next rollouts: no gate sends the first one at once."""
+    return letters_trainer(tokenizer, numerics=NumericsGateSettings(every=0), **options)
+
+
 def test_a_run_on_vllm(tokenizer, server):
     """Every token's log-prob is the trainer's, at the temperature; every update travels, and each is proven."""
     sampling = SamplingSettings(max_completion_tokens=4, temperature=0.8)
-    numerics = NumericsGateSettings(every=0)  # else the first update travels at once
-    trainer = with_vllm(letters_trainer(tokenizer, sampling=sampling, numerics=numerics), server)
+    trainer = with_vllm(late_updates(tokenizer, sampling=sampling), server)
     for _ in range(2):
         policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         metrics = trainer.step()
@@ -113,6 +121,19 @@ def test_an_adapter_for_each_version(tokenizer, server):
     assert not server.adapters
 
 
+def test_a_silent_server_does_not_hold_the_end_of_a_run(tokenizer, server, monkeypatch):
+    monkeypatch.setattr("rl_core.rollout_workers.server_weights.CLOSE_S", 0.1)
+    model = add_adapter(compiled_model(tokenizer), LoraSettings())
+    trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
+    trainer.step()
+    is_over, waited = threading.Event(), []
+    server.before = lambda path, body: waited.append(is_over.wait(20)) if path == "/v1/unload_lora_adapter" else None
+    trainer.server.close()
+    is_over.set()
+    wait_for(lambda: waited, "the end of its silence")
+    assert waited == [True]
+
+
 def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
     trainer = with_vllm(letters_trainer(tokenizer), server)
     trainer.step()
@@ -124,9 +145,11 @@ def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
 
 def test_sleep_around_updates(tokenizer, server):
     trainer = with_vllm(letters_trainer(tokenizer), server, sleeps=True)
-    trainer.step(), trainer.step()
+    trainer.step()
+    assert server.is_asleep
+    trainer.step()
     orders = [path for path, _ in server.asked if path in ("/sleep?level=1", "/wake_up")]
-    assert orders == ["/sleep?level=1", "/wake_up", "/sleep?level=1", "/wake_up"] or orders[-1] == "/sleep?level=1"
+    assert orders == ["/sleep?level=1", "/wake_up"] * 2 + ["/sleep?level=1"]  # for the gate of the first update, too
     assert server.is_asleep
 
 
@@ -199,6 +222,8 @@ def choice_of(change):
     ("change", "error", "message"),
     [
         (lambda a: a["choices"][0].pop("token_ids"), BackendError, "has no token_ids"),
+        (lambda a: a["choices"][0].update(prompt_token_ids=None), BackendError, "has no token_ids, prompt_token_ids"),
+        (lambda a: a["choices"][0].update(logprobs=None), BackendError, "prompt_token_ids or logprobs"),
         (lambda a: a["choices"][0]["prompt_token_ids"].insert(0, 1), BackendError, "read another prompt"),
         (lambda a: a["choices"][0]["token_ids"].append(10**6), BackendError, "log-probs for"),
         (
@@ -209,7 +234,7 @@ def choice_of(change):
         (
             lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])),
             SamplerMismatch,
-            "differ by up to inf",
+            "tells -inf as the log-prob of a token that it sampled",
         ),
     ],
 )
@@ -219,6 +244,16 @@ def test_answers_that_are_none(tokenizer, server, change, error, message):
     with pytest.raises(error, match=message) as caught:
         trainer.step()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-9999.0, float("nan")])
+def test_a_rollout_with_a_log_prob_that_is_none(tokenizer, server, value):
+    """After the probe has passed: learning from it would make ratios of infinity or NaN."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    change = choice_of(lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, value))
+    server.before = lambda path, body: change(server, path, body) if body and body.get("max_tokens") == 3 else None
+    with pytest.raises(SamplerMismatch, match=r"tells (-inf|nan) as the log-prob .* None of its rollouts"):
+        trainer.step()
 
 
 def test_a_folder_that_the_server_does_not_see(tokenizer, server):
@@ -241,21 +276,52 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
         trainer.step()
 
 
+def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, server, monkeypatch):
+    """Keys and values of the weights before would be read for equal prompts."""
+    trainer = with_vllm(late_updates(tokenizer), server)
+    held = [True, True, False]
+
+    def before(path, body):
+        assert path != "/v1/completions" or not held[0], "sampled from a cache that was not emptied"
+        return (200, {"success": not held.pop(0)}) if path == "/reset_prefix_cache" and len(held) > 1 else None
+
+    server.before = before
+    trainer.step()
+    assert held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
+    monkeypatch.setattr("rl_core.rollout_workers.server_dialect.FORGET_S", 0.0)
+    server.before = lambda path, body: (200, {"success": False}) if path == "/reset_prefix_cache" else None
+    with pytest.raises(BackendError, match=r"keeps what it computed .* give each run a server of its own"):
+        trainer.step()
+
+
 # --------------------------------------------------------------------------------------------------------------- losses
 
 
-def test_a_server_that_was_started_again(tokenizer, server):
-    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start."""
-    trainer = with_vllm(letters_trainer(tokenizer), server, patience_s=5.0)
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
+    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start.
+
+    An adapter it does not know, and refuses.
+    """
+
+    def letters():
+        if not is_adapted:
+            return letters_trainer(tokenizer)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=4)))
+
+    trainer = with_vllm(letters(), server, patience_s=5.0)
     trainer.step()
     with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
-        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other = with_vllm(letters(), undisturbed)
         other.step(), other.step()
     count = len(server.asked)
 
     def restarted(path, body):
         if len(server.asked) == count + 20:
             server.instance = "vllm-another"
+            server.adapters.clear()
             server.worker = make_worker(server.model)
             server.model.load_state_dict(compiled_model(tokenizer).state_dict())
         if path == "/collective_rpc" and server.instance != INSTANCE:
@@ -269,6 +335,28 @@ def test_a_server_that_was_started_again(tokenizer, server):
     assert sampled(trainer) == sampled(other)
 
 
+@pytest.mark.parametrize("weights_then", ["", "0" * 64])
+def test_weights_that_are_others_right_after_an_update(tokenizer, server, weights_then):
+    """Those of a start are a loss; those of another run, too alike for the probe, end this one."""
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    orders = []
+
+    def others(path, body):
+        if path != "/collective_rpc":
+            return None
+        orders.append(body["method"])
+        if orders[-2:] == ["posttrain_load_weights", "posttrain_state"] and len(orders) == 2:
+            return 200, {"results": [{"instance": INSTANCE, "weights": weights_then}]}
+        return None
+
+    server.before = others
+    if weights_then:
+        with pytest.raises(SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"):
+            trainer.step()
+    else:
+        assert trainer.step()["perf/server_recoveries"] == 1.0 and orders.count("posttrain_load_weights") >= 2
+
+
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_losses_are_bounded(tokenizer, server, status):
     """A server that answers questions, and never a request for tokens: nine times, then one error."""
@@ -280,6 +368,74 @@ def test_losses_are_bounded(tokenizer, server, status):
     with pytest.raises(BackendError, match="9 times within one collection; the same command resumes") as caught:
         trainer.step()
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_after_a_loss_nothing_more_is_sent(tokenizer, server):
+    """Of a silent server, each pair of 36 requests would be waited for, one after the other."""
+    trainer = with_vllm(letters_trainer(tokenizer), server, concurrency=2)
+    trainer.step()
+    lost, is_over = [], threading.Event()
+
+    def failing(path, body):
+        if path == "/v1/completions" and body["max_tokens"] == 3 and not is_over.is_set():
+            lost.append(body)
+            time.sleep(0.05)  # the trainer hears of the loss meanwhile
+            return 503, {"error": {"message": "overloaded", "code": 503}}
+        if lost and path == "/collective_rpc":
+            is_over.set()
+        return None
+
+    server.before = failing
+    assert trainer.step()["perf/server_recoveries"] == 1.0
+    assert 1 <= len(lost) < 12 and len(sampled(trainer)) == 36
+
+
+def empty(answer):
+    """As vLLM ends a request that it has not begun when it is stopped."""
+    answer["choices"][0].update(token_ids=[], finish_reason="abort")
+    answer["choices"][0]["logprobs"].update(token_logprobs=[], tokens=[], top_logprobs=[], text_offset=[])
+
+
+def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
+    """Answers without a token are asked for again; a server that gives no others ends the run."""
+    with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
+        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other.step()
+    trainer = with_vllm(letters_trainer(tokenizer), server)
+    given_back = []
+
+    def stopping(path, body):
+        if path == "/v1/completions" and len(server.asked) >= 20 and len(given_back) < 5:
+            given_back.append(body)
+            return choice_of(empty)(server, path, body)
+        return None
+
+    server.before = stopping
+    assert trainer.step()["perf/server_recoveries"] >= 1.0
+    assert sampled(trainer) == sampled(other) and len(given_back) == 5
+    server.before = lambda path, body: choice_of(empty)(server, path, body)
+    with pytest.raises(BackendError, match=r"an answer has no token.* 9 times within one collection"):
+        trainer.step()
+
+
+@pytest.mark.parametrize("begins", ["/wake_up", "posttrain_load_weights", "/v1/completions"])
+def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
+    """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
+    monkeypatch.setattr("rl_core.rollout_workers.server_backend._ASK_AGAIN_S", 0.01)
+    trainer = with_vllm(late_updates(tokenizer), server, patience_s=20.0, sleeps=True)
+    trainer.step()
+    refused = []
+
+    def dying(path, body):
+        asked = body["method"] if path == "/collective_rpc" else path
+        if (not refused and asked != begins) or refused.count("posttrain_state") == 3:
+            return None
+        refused.append(asked)
+        return 500, {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
+
+    server.before = dying
+    assert trainer.step()["perf/server_recoveries"] == 1.0
+    assert refused[0] == begins and refused.count("posttrain_state") == 3
 
 
 # ----------------------------------------------------------------------------------------------- extension and command
@@ -319,7 +475,9 @@ def test_start_command(tmp_path):
         assert part in done.stdout, part
     instance = done.stdout.partition("POSTTRAIN_INSTANCE=")[2].split()[0]
     assert f"--fingerprint-value {instance}" in done.stdout
-    assert "is no program" in start("--python", tmp_path / "none", "--model", "base").stderr
+    for python in (tmp_path / "none", tmp_path):  # the folder of an environment is none, either
+        refused = start("--python", python, "--model", "base").stderr
+        assert "is no program" in refused and "Traceback" not in refused
     assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
 
 
@@ -361,6 +519,8 @@ def test_one_process_imports_nothing_of_it():
     [
         ({"workers": "server"}, "address: workers: server needs host:port"),
         ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
         ({"workers": "server", "address": "a:1", "independent": True}, "independent: is of the rollout engine"),
         (
@@ -378,8 +538,21 @@ def test_settings_of_a_server(options, message):
         RolloutSettings(**options)
 
 
+def test_keys(monkeypatch, server):
+    """As a file that was edited elsewhere gives it, and one that no header takes: http.client would print it."""
+    settings = server_settings(server.url, key_variable="POSTTRAIN_TEST_KEY")
+    monkeypatch.setenv("POSTTRAIN_TEST_KEY", "abc\r\n")
+    assert InferenceServer(settings).describe().engine == "vllm"
+    for key in ("a\nb", "schlüssel", "a\x7f"):
+        monkeypatch.setenv("POSTTRAIN_TEST_KEY", key)
+        with pytest.raises(SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has") as caught:
+            InferenceServer(settings)
+        assert key not in str(caught.value)
+
+
 def test_addresses():
     for address, url in (
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"), ("[::1]:8", "http://[::1]:8"),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"),
+        ("[::1]:8", "http://[::1]:8"), ("http-gpu:8000", "http://http-gpu:8000"),
     ):  # fmt: skip
         assert RolloutSettings(workers="server", address=address).base_url == url

@@ -1,8 +1,11 @@
 """A folder that a user names, saved twice: whole before and after, and nobody else's files are lost."""
 
 import os
+import resource
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rl_core.errors import CheckpointError
 from rl_core.storage import replaced_folders
@@ -78,3 +81,15 @@ def test_an_empty_folder_and_one_of_an_older_version_are_replaced(tmp_path):
     writer("0")(tmp_path / "old")  # without a manifest
     replace_folder(tmp_path / "old", writer("1"))
     assert content(tmp_path / "old") == {"config.json": "1", "model.safetensors": "1"}
+
+
+def test_a_disk_that_refuses_weights(tmp_path):
+    """safetensors tells the disk's error in one of its own."""
+    before, weights = resource.getrlimit(resource.RLIMIT_FSIZE), {"a": torch.ones(1000)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written: File too large; raise the file size limit"):
+            replace_folder(tmp_path / "model", lambda folder: save_file(weights, folder / "a.safetensors"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
