@@ -24,7 +24,7 @@ class WriteAheadLog:
 
     def __init__(self, database: Path) -> None:
         """`database`: in WAL mode, `synchronous` at least NORMAL: then SQLite syncs the log before it copies it."""
-        self._path = Path(f"{database}-wal")
+        self._path = Path(f"{os.path.realpath(database)}-wal")  # SQLite follows links: it is beside the file itself
         self._descriptor: int | None = None
         self._state = threading.Condition()
         self._begun = self._done = self._failures = 0  # waits for the disk

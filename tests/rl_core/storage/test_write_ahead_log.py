@@ -136,3 +136,16 @@ def test_a_disk_that_refuses_is_an_error_for_all_who_wait(tmp_path, database, mo
     assert len(errors) == 4
     monkeypatch.setattr(write_ahead_log, "_to_disk", os.fsync)
     log.sync()
+
+
+def test_the_log_of_a_linked_database_is_beside_the_file_itself(tmp_path, database, disk):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "store.db"
+    link.symlink_to(tmp_path / "x.db")
+    linked = connect(link)
+    linked.execute("INSERT INTO one VALUES (5)")
+    log = WriteAheadLog(link)
+    log.sync()
+    assert after_power_cut(tmp_path, disk[0]) == [5]
+    log.close()
+    linked.close()
