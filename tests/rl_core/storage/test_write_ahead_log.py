@@ -149,3 +149,51 @@ def test_the_log_of_a_linked_database_is_beside_the_file_itself(tmp_path, databa
     assert after_power_cut(tmp_path, disk[0]) == [5]
     log.close()
     linked.close()
+
+
+class DiskThatRefusesOnce:
+    """As Linux: what was not written when the disk refused counts as written, and only new writes reach the disk."""
+
+    def __init__(self, monkeypatch):
+        self.held = self.clean = b""
+        self.again = set()  # places that were written over with the bytes that they had
+        self.refuses = False
+        self.write = os.pwrite
+        monkeypatch.setattr(write_ahead_log, "_to_disk", self.to_disk)
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def pwrite(self, descriptor, data, place):
+        self.again.update(range(place - place % 512, place + len(data), 512))
+        return self.write(descriptor, data, place)
+
+    def to_disk(self, descriptor):
+        now = os.pread(descriptor, 1 << 24, 0)
+        before, self.clean = self.clean, now
+        if self.refuses:
+            self.refuses = False
+            raise OSError(5, "Input/output error")
+        held = bytearray(self.held.ljust(len(now), b"\0"))
+        for place in range(0, len(now), 512):
+            part = slice(place, place + 512)
+            if now[part] != before[part] or place in self.again:
+                held[part] = now[part]
+        self.held = bytes(held)
+
+
+def test_what_a_disk_dropped_when_it_refused_is_written_again(tmp_path, database, monkeypatch):
+    """Else the next wait would succeed without it, and a power cut lose all behind it."""
+    disk, log = DiskThatRefusesOnce(monkeypatch), WriteAheadLog(tmp_path / "x.db")
+    database.execute("INSERT INTO one VALUES (1)")
+    log.sync()
+    database.execute("INSERT INTO one VALUES (2)")
+    disk.refuses = True
+    with pytest.raises(OSError, match="Input/output error"):
+        log.sync()
+    database.execute("INSERT INTO one VALUES (3)")
+    log.sync()
+    assert after_power_cut(tmp_path, disk.held) == [1, 2, 3]
+    database.execute("INSERT INTO one VALUES (4)")
+    disk.again.clear()
+    log.sync()
+    assert after_power_cut(tmp_path, disk.held) == [1, 2, 3, 4] and not disk.again, "once is enough"
+    log.close()
