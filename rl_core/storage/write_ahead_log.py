@@ -116,8 +116,10 @@ class WriteAheadLog:
         return self._descriptor
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file, after a wait that is under way: the descriptor's number may then be another file's."""
         with self._state:
+            while self._is_waiting:
+                self._state.wait()
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None

@@ -197,3 +197,25 @@ def test_what_a_disk_dropped_when_it_refused_is_written_again(tmp_path, database
     log.sync()
     assert after_power_cut(tmp_path, disk.held) == [1, 2, 3, 4] and not disk.again, "once is enough"
     log.close()
+
+
+def test_closing_waits_for_the_disk_as_the_number_of_the_file_may_be_used_again(tmp_path, database, monkeypatch):
+    begun, go_on, synced = threading.Event(), threading.Event(), []
+
+    def to_disk(descriptor):
+        begun.set()
+        go_on.wait(10)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(write_ahead_log, "_to_disk", to_disk)
+    log = WriteAheadLog(tmp_path / "x.db")
+    waiting = threading.Thread(target=log.sync)
+    waiting.start()
+    begun.wait(10)
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    closing.join(0.1)
+    go_on.set()
+    waiting.join(10)
+    closing.join(10)
+    assert synced == [(tmp_path / "x.db-wal").stat().st_ino]
