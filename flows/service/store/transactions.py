@@ -129,11 +129,11 @@ class Database:
                 raw.execute("PRAGMA wal_checkpoint(RESTART)")
 
     def changes(self) -> int:
-        """A number that differs when anybody has committed since."""
+        """A number that differs when anybody has committed since. Raises: BackendError."""
         if not self.is_sqlite:
             with self.reading() as connection:
                 return connection.scalar(sa.select(counters.c.value).where(counters.c.name == "changes")) or 0
-        with self._watch_guard:
+        with self._watch_guard, _named_errors():
             if self._watched is None:
                 self._watched = sqlite3.connect(self._file, check_same_thread=False)
             return int(self._watched.execute("PRAGMA data_version").fetchone()[0])

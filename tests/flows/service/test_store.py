@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import sqlite3
 import threading
 import time
 
@@ -19,7 +20,7 @@ from flows.service.store import (
     ServiceStore,
 )
 from flows.service.store.work import RequestOutcome
-from rl_core.errors import ServiceError, SettingsError
+from rl_core.errors import BackendError, ServiceError, SettingsError
 from rl_core.storage import faults, write_ahead_log
 
 
@@ -285,6 +286,21 @@ def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(s
         thread.join()
     assert len(longest) == 120 and len(store.ready()) == 121
     other.close()
+
+
+def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(store, monkeypatch):
+    class Away:
+        def execute(self, statement):
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def close(self):
+            """Nothing is open."""
+
+    store.changes()
+    store._database._watched.close()
+    monkeypatch.setattr(store._database, "_watched", Away())
+    with pytest.raises(BackendError, match="the service's store: disk I/O error"):
+        store.changes()
 
 
 def test_lists_of_sessions_runs_and_checkpoints(store, clock):
