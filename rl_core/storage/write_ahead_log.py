@@ -97,13 +97,6 @@ class WriteAheadLog:
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: cannot be written again after the disk has refused it: {error}") from error
 
-    def size(self) -> int:
-        """Bytes of the log; 0 where there is none."""
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
     def _opened(self) -> int:
         """The log's descriptor. SQLite removes the log with the last connection, and the next one makes another."""
         if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:

@@ -41,7 +41,7 @@ class ServiceStore(Intake, Work, Directory, Access):
         return self._database.wait_for_change(seen, timeout)
 
     def copy_log(self, most_bytes: int) -> None:
-        """Copy SQLite's log into its file; begin it anew where it is larger. Nothing to do with PostgreSQL."""
+        """Copy SQLite's log into its file; begin it anew where it is longer. Nothing to do with PostgreSQL."""
         self._database.copy_log(most_bytes)
 
     def close(self) -> None:

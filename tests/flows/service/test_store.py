@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import sqlalchemy as sa
 from helpers.postgres import missing, postgres
 from helpers.service_clients import create, loss, open_sampler, sample, update
 
@@ -286,6 +287,24 @@ def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(s
         thread.join()
     assert len(longest) == 120 and len(store.ready()) == 121
     other.close()
+
+
+def test_a_log_begins_anew_where_it_is_long_and_not_because_its_file_once_was(store, tmp_path):
+    """Each time holds writers up, and the file never shrinks."""
+    statements = []
+    sa.event.listen(store._database._engine, "checkout", lambda raw, *_: raw.set_trace_callback(statements.append))
+
+    def times():
+        return sum("RESTART" in one for one in statements)
+
+    most = 1 << 19
+    for seq in range(4):
+        store.accept(dataclasses.replace(sample("s", seq), payload=bytes(1 << 18)))
+    store.copy_log(most)
+    assert times() == 1
+    store.accept(sample("s", 4))
+    store.copy_log(most)
+    assert times() == 1 and (tmp_path / "deep" / "service.db-wal").stat().st_size > most
 
 
 def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(store, monkeypatch):

