@@ -322,6 +322,13 @@ def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(
         store.changes()
 
 
+def test_any_number_of_answers_is_forgotten_at_once(store):
+    made = store.accept(create("r"))
+    finish(store, made)
+    store.forget([*(f"r-{number}" for number in range(300_000)), made.request_id])
+    assert store.request(made.request_id).forgotten
+
+
 def test_lists_of_sessions_runs_and_checkpoints(store, clock):
     store.create_session("one", "key-1", {"tags": ["a"]})
     clock.now += 1
