@@ -145,11 +145,12 @@ class WaitingRoom:
                         self._is_needed.wait()
                         continue
                 seen = self._store.changes()
-                found, self._cursor = self._store.finished_since(self._cursor)
+                found, cursor = self._store.finished_since(self._cursor)
                 if found:
                     asked = [one for one, _ in found if one in self._open or one in self._waiting]
                     results = self._store.results(asked)
-                    self._disk.then(partial(self._arrived, found, self._cursor, results))
+                    self._cursor = cursor  # not before: those who wait for these would wait for ever
+                    self._disk.then(partial(self._arrived, found, cursor, results))
                 else:
                     self._store.wait_for_change(seen, LOOK_SECONDS)
             except BackendError as error:

@@ -14,6 +14,7 @@ from helpers.service_clients import loss
 from helpers.service_http import ADDRESS
 
 from flows.service.store import Answer
+from flows.service.http import waiting_room
 from flows.service.wire.tinker_paths import TinkerPath
 from rl_core.errors import BackendError
 
@@ -199,6 +200,25 @@ def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
     server = idle.client.app.app.state.server
     idle.client.portal.call(server.forget, [promise["request_id"]])
     idle.post("retrieve_future", promise, status=410)
+
+
+def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, monkeypatch):
+    """Its end is seen once alone: who waits for it would wait for ever."""
+    monkeypatch.setattr(waiting_room, "AFTER_A_FAULT_SECONDS", 0.01)
+    object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    results, faults = idle.store.results, [BackendError("the service's store: disk I/O error")]
+    idle.store.results = lambda ids: results(ids) if not faults else raise_(faults.pop())
+    answer = Answer(b'{"metrics": {}}', "json")
+    later = threading.Timer(0.1, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later.start()
+    assert idle.post("retrieve_future", promise) == {"metrics": {}} and not faults
+    later.join()
+
+
+def raise_(error):
+    raise error
 
 
 def test_large_results_are_announced_once(idle, started):
