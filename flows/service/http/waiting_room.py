@@ -92,6 +92,10 @@ class WaitingRoom:
 
     def result(self, request_id: str) -> StoredRequest | None:
         """A request that is final and on the disk, if it is held here."""
+    def doubt(self, request_id: str) -> None:
+        """Have the store asked: a result may have been missed, where it expired or the disk refused."""
+        self._open.pop(request_id, None)
+
         return self._results.get(request_id)
 
     def is_told(self, request_id: str) -> bool:

@@ -221,6 +221,16 @@ def raise_(error):
     raise error
 
 
+def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started):
+    """Such as one that has expired since, while nobody asked for anything."""
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    idle.client.app.app.state.server.room._cursor = 1 << 40
+    idle.store.finish([(promise["request_id"], Answer(b'{"metrics": {}}', "json"))])
+    idle.post("retrieve_future", promise, status=408)
+    assert idle.post("retrieve_future", promise) == {"metrics": {}}
+
+
 def test_large_results_are_announced_once(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
