@@ -145,15 +145,15 @@ class Database:
                 self._watched = sqlite3.connect(self._file, check_same_thread=False)
             return int(self._watched.execute("PRAGMA data_version").fetchone()[0])
 
-    def wait_for_change(self, seen: int, timeout: float) -> int:
-        """Wait until `changes()` is no longer `seen`, or the time is over; its present value.
+    def wait_for_change(self, seen: int, timeout: float, is_over: threading.Event | None = None) -> int:
+        """Wait until `changes()` is no longer `seen`, the time is over, or `is_over` is set; its present value.
 
         Looks every millisecond at first, then every 10: a look at SQLite takes microseconds.
         """
         began = time.monotonic()
         while (now := self.changes()) == seen:
             waited = time.monotonic() - began
-            if waited >= timeout:
+            if waited >= timeout or (is_over is not None and is_over.is_set()):
                 break
             time.sleep(0.001 if waited < 1 and self.is_sqlite else 0.01)
         return now

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from helpers.service import random_data
 from helpers.service_clients import loss
-from helpers.service_http import ADDRESS
+from helpers.service_http import ADDRESS, running_service
 
-from flows.service.store import Answer
 from flows.service.http import waiting_room
+from flows.service.store import Answer
 from flows.service.wire.tinker_paths import TinkerPath
 from rl_core.errors import BackendError
 
@@ -367,3 +367,14 @@ def test_own_interface(idle, started):
     described = idle.client.get("/openapi.json").json()
     assert "/runs/{run_id}/requests/{request_id}/status" in described["paths"]
     assert "APIKeyHeader" in described["components"]["securitySchemes"]
+
+
+def test_a_service_that_ends_leaves_no_thread_and_closes_its_store(tmp_path, base_folder):
+    """A thread that looked at the store once more would open it again, and SQLite keep its log."""
+    before = set(threading.enumerate())
+    with running_service(tmp_path / "service", base_folder, worker=False, poll_seconds=0.1) as service:
+        body = {"session_id": service.session(), "model_seq_id": 0, "base_model": "base"}
+        service.post("retrieve_future", service.post("create_model", body), status=408)
+        assert (tmp_path / "service" / "service.db-wal").exists()
+    assert "service-results" not in {thread.name for thread in set(threading.enumerate()) - before}
+    assert not (tmp_path / "service" / "service.db-wal").exists()
