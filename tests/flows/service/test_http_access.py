@@ -1,6 +1,7 @@
 """Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
 
 import asyncio
+import dataclasses
 import re
 import threading
 import time
@@ -10,7 +11,7 @@ import httpx
 import pyarrow as pa
 import pytest
 from helpers.service import random_data
-from helpers.service_clients import loss
+from helpers.service_clients import loss, sample
 from helpers.service_http import ADDRESS, running_service
 
 from flows.service.http import waiting_room
@@ -229,6 +230,37 @@ def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started
     idle.store.finish([(promise["request_id"], Answer(b'{"metrics": {}}', "json"))])
     idle.post("retrieve_future", promise, status=408)
     assert idle.post("retrieve_future", promise) == {"metrics": {}}
+
+
+def test_requests_that_come_together_are_accepted_whatever_their_number_and_whatever_one_of_them_holds(idle, started):
+    """A statement names all of a batch; a value that the database does not take is the fault of one of them."""
+    server, (session, _) = idle.client.app.app.state.server, started
+    accept, sizes = idle.store.accept_together, []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def accept_together(batch):
+        begun.set()
+        go_on.wait(30)
+        sizes.append(len(batch))
+        return accept(batch)
+
+    idle.store.accept_together = accept_together
+
+    def request(seq):
+        return dataclasses.replace(sample(f"{session}:sample:0", seq), owner=idle.key.key_id, session_id=session)
+
+    async def ask():
+        first = asyncio.ensure_future(server.accept(request(0)))
+        await asyncio.to_thread(begun.wait, 30)
+        others = [asyncio.ensure_future(server.accept(request(seq))) for seq in range(1, 1500)]
+        wrong = asyncio.ensure_future(server.accept(request(1 << 70)))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(first, *others, wrong, return_exceptions=True)
+
+    *found, wrong = idle.client.portal.call(ask)
+    assert [one.seq for one in found] == list(range(1500)) and isinstance(wrong, OverflowError)
+    assert sizes[:2] == [1, 1000]
 
 
 def test_large_results_are_announced_once(idle, started):
