@@ -203,6 +203,14 @@ def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
     idle.post("retrieve_future", promise, status=410)
 
 
+def test_numbers_that_the_store_cannot_hold_are_the_callers_fault(idle, started):
+    session, run = started
+    target = {"type": "sampling_session", "sampling_session_id": f"{session}:sample:0", "cloned_sampler_id": 1 << 62}
+    assert "cloned_sampler_id" in idle.post("retrieve_futures", {"target": target, "timeout": 0}, status=422)["detail"]
+    for path in ("runs", f"runs/{run}/requests"):
+        assert idle.client.get(f"/{path}", params={"offset": 10**30}).status_code == 422
+
+
 def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, monkeypatch):
     """Its end is seen once alone: who waits for it would wait for ever."""
     monkeypatch.setattr(waiting_room, "AFTER_A_FAULT_SECONDS", 0.01)
