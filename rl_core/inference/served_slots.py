@@ -134,7 +134,7 @@ class ServedSlots(SlotTable):
             self._place(slot, request, limit, request.sampling.temperature)
             if request.drawn:
                 room = limit - len(prompt)
-                self._uniforms[slot, :room] = uniforms(request.seed, request.drawn + room)[request.drawn :]
+                self._uniforms[slot, :room] = uniforms(request.seed, room, request.drawn)
             self._is_plain[slot] = request.is_plain
             request.held_since = 0
             if len(first) < len(prompt) - 1:

@@ -8,13 +8,18 @@ which a crash keeps a beginning (SQLite finds its end by checksums, https://www.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 import threading
 from pathlib import Path
 
 from rl_core.storage.single_files import sync
 
 __all__ = ["WriteAheadLog"]
+
+BUSY_SECONDS = 30.0  # that the writer's lock is waited for
+PART = 1 << 20  # bytes that are written again at a time
 
 _to_disk = getattr(os, "fdatasync", os.fsync)
 
@@ -24,11 +29,13 @@ class WriteAheadLog:
 
     def __init__(self, database: Path) -> None:
         """`database`: in WAL mode, `synchronous` at least NORMAL: then SQLite syncs the log before it copies it."""
-        self._path = Path(f"{database}-wal")
+        self._database = os.path.realpath(database)  # SQLite follows links: the log is beside the file itself
+        self._path = Path(f"{self._database}-wal")
         self._descriptor: int | None = None
         self._state = threading.Condition()
         self._begun = self._done = self._failures = 0  # waits for the disk
         self._is_waiting = False
+        self._is_doubtful = False  # the disk has refused since the log was last written as a whole
 
     def sync(self) -> None:
         """Have everything on the disk that anybody has committed by now.
@@ -48,7 +55,7 @@ class WriteAheadLog:
             mine = self._begun
         is_synced = False
         try:
-            _to_disk(self._opened())
+            self._write()
             is_synced = True
         finally:
             with self._state:
@@ -59,12 +66,36 @@ class WriteAheadLog:
                     self._failures += 1
                 self._state.notify_all()
 
-    def size(self) -> int:
-        """Bytes of the log; 0 where there is none."""
+    def _write(self) -> None:
+        """Wait for the disk, in one thread at a time."""
+        if self._is_doubtful:
+            self._write_again()
+        else:
+            self._is_doubtful = True
+            _to_disk(self._opened())
+        self._is_doubtful = False
+
+    def _write_again(self) -> None:
+        """Write the log over itself, and wait for the disk.
+
+        A disk that refuses may have dropped what it was given, and the system says so once: the next wait would succeed
+        without it (https://lwn.net/Articles/752063/).
+        """
         try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
+            with contextlib.closing(
+                sqlite3.connect(self._database, timeout=BUSY_SECONDS, isolation_level=None)
+            ) as connection:
+                connection.execute("BEGIN IMMEDIATE")  # nobody else writes into the log until the end
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    place = 0
+                    while part := os.pread(descriptor, PART, place):
+                        place += os.pwrite(descriptor, part, place)
+                    _to_disk(descriptor)
+                finally:
+                    os.close(descriptor)
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: cannot be written again after the disk has refused it: {error}") from error
 
     def _opened(self) -> int:
         """The log's descriptor. SQLite removes the log with the last connection, and the next one makes another."""
@@ -78,8 +109,10 @@ class WriteAheadLog:
         return self._descriptor
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file, after a wait that is under way: the descriptor's number may then be another file's."""
         with self._state:
+            while self._is_waiting:
+                self._state.wait()
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None

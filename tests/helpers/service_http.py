@@ -99,11 +99,10 @@ class Service:
 def running_service(folder: Path, base: Path, *, worker: bool = True, **server: Any) -> Iterator[Service]:
     """A service until the block ends."""
     service = Service(folder, base, **server)
-    with service.client:
+    with contextlib.closing(service.store), service.client:
         if worker:
             service.start_worker()
         try:
             yield service
         finally:
             service.stop_worker()
-            service.store.close()

@@ -22,12 +22,14 @@ __all__ = ["Acceptance", "BatchThread", "DiskWait"]
 
 log = logging.getLogger(__name__)
 
+MOST = 1000  # taken at once: one statement names all requests of a batch, and SQLite takes 32,766 values in one
+
 T = TypeVar("T")
 Call = Callable[[Exception | None], None]  # with the error, where the disk refused
 
 
 class BatchThread(Generic[T]):
-    """A thread that takes all at once what was put before it."""
+    """A thread that takes at once what was put before it, up to `MOST`."""
 
     def __init__(self, name: str, take: Callable[[list[T]], None]) -> None:
         """`take`: in the thread; raises nothing."""
@@ -57,7 +59,9 @@ class BatchThread(Generic[T]):
         while not self._is_over or self._waiting:
             self._is_needed.wait()
             self._is_needed.clear()
-            batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST))]
+            if self._waiting:
+                self._is_needed.set()
             if batch:
                 self._take(batch)
 
@@ -132,12 +136,19 @@ class Acceptance:
         return await done
 
     def _accept(self, batch: list[tuple[NewRequest, asyncio.Future[StoredRequest]]]) -> None:
-        answers: Sequence[StoredRequest | Exception]
-        try:
-            answers = self._store.accept_together([new for new, _ in batch])
-        except Exception as error:  # for those who asked
-            answers = [error] * len(batch)
+        answers = self._answers([new for new, _ in batch])
         self._disk.then(partial(_settle, [future for _, future in batch], answers))
+
+    def _answers(self, batch: Sequence[NewRequest]) -> Sequence[StoredRequest | Exception]:
+        """Answers and errors in order."""
+        try:
+            return self._store.accept_together(batch)
+        except BackendError as error:
+            return [error] * len(batch)
+        except Exception as error:  # a value that the database's driver does not take: the fault of one of them
+            if len(batch) == 1:
+                return [error]
+            return [answer for new in batch for answer in self._answers([new])]
 
 
 def _settle(futures: Sequence[asyncio.Future[Any]], answers: Sequence[object], error: Exception | None) -> None:

@@ -58,6 +58,8 @@ async def _retrieve(request: Request) -> Response:
         waits = (found is None or not found.is_final) and not room.is_over
         if waits and await within(event, server.settings.server.poll_seconds):
             found = await own_result(server, caller, request_id)
+        elif found is None:
+            room.doubt(request_id)
     return JSONResponse(_TRY_AGAIN, 408) if found is None else _result(server, found, body)
 
 

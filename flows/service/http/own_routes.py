@@ -54,7 +54,7 @@ def add_own_routes(app: FastAPI, server: Server) -> None:
     @router.get("/runs/{run_id}/requests")
     async def requests(
         request: Request, run_id: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        offset: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0, le=1 << 31)] = 0,
     ) -> RequestList:  # fmt: skip
         """Requests of a training run, the newest first."""
         caller = await server.caller(request)

@@ -40,7 +40,9 @@ def add_run_routes(router: APIRouter, server: Server) -> None:
 
     @router.get("/runs")
     async def runs(
-        request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Annotated[int, Query(ge=0)] = 0
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        offset: Annotated[int, Query(ge=0, le=1 << 31)] = 0,
     ) -> RunList:
         """Training runs of the key, the newest first."""
         caller = await server.caller(request)

@@ -54,6 +54,8 @@ class WaitingRoom:
         for events in list(self._waiting.values()):
             for event in events:
                 event.set()
+        if self._thread.is_alive():
+            self._thread.join()  # a look at a store that is closed would open it again
 
     @property
     def is_over(self) -> bool:
@@ -89,6 +91,10 @@ class WaitingRoom:
     def owner_of_open(self, request_id: str) -> str | None:
         """The owner of a request that has no result yet; None = the store has to be asked."""
         return self._open.get(request_id)
+
+    def doubt(self, request_id: str) -> None:
+        """Have the store asked: a result may have been missed, where it expired or the disk refused."""
+        self._open.pop(request_id, None)
 
     def result(self, request_id: str) -> StoredRequest | None:
         """A request that is final and on the disk, if it is held here."""
@@ -145,16 +151,17 @@ class WaitingRoom:
                         self._is_needed.wait()
                         continue
                 seen = self._store.changes()
-                found, self._cursor = self._store.finished_since(self._cursor)
+                found, cursor = self._store.finished_since(self._cursor)
                 if found:
                     asked = [one for one, _ in found if one in self._open or one in self._waiting]
                     results = self._store.results(asked)
-                    self._disk.then(partial(self._arrived, found, self._cursor, results))
+                    self._cursor = cursor  # not before: those who wait for these would wait for ever
+                    self._disk.then(partial(self._arrived, found, cursor, results))
                 else:
-                    self._store.wait_for_change(seen, LOOK_SECONDS)
+                    self._store.wait_for_change(seen, LOOK_SECONDS, self._is_over)
             except BackendError as error:
                 log.warning("%s", error)
-                time.sleep(AFTER_A_FAULT_SECONDS)
+                self._is_over.wait(AFTER_A_FAULT_SECONDS)
 
 
 def _remember(known: OrderedDict[str, str] | OrderedDict[str, None], name: str, value: str | None) -> None:

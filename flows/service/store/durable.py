@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from flows.service.store.access import Access
@@ -36,12 +37,12 @@ class ServiceStore(Intake, Work, Directory, Access):
         """A number that differs when another connection has committed since; take it before reading."""
         return self._database.changes()
 
-    def wait_for_change(self, seen: int, timeout: float) -> int:
-        """Wait until `changes()` is not `seen`, at most `timeout` seconds; its present value."""
-        return self._database.wait_for_change(seen, timeout)
+    def wait_for_change(self, seen: int, timeout: float, is_over: threading.Event | None = None) -> int:
+        """Wait until `changes()` is not `seen`, at most `timeout` seconds or until `is_over`; its present value."""
+        return self._database.wait_for_change(seen, timeout, is_over)
 
     def copy_log(self, most_bytes: int) -> None:
-        """Copy SQLite's log into its file; begin it anew where it is larger. Nothing to do with PostgreSQL."""
+        """Copy SQLite's log into its file; begin it anew where it is longer. Nothing to do with PostgreSQL."""
         self._database.copy_log(most_bytes)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from rl_core.storage.faults import fault
 __all__ = ["Intake", "cancel_where", "finish_place"]
 
 _requests = tables.requests
+MOST_NAMED = 10_000  # requests of one statement: SQLite takes 32,766 values in one
 _OPEN = ("waiting", "running")
 _FIELDS = [column for column in _requests.c if column.name not in ("line", "digest", "finish_place")]
 _LIGHT = [column for column in _FIELDS if column.name != "payload"]
@@ -123,10 +124,11 @@ class Intake:
         if not ids:
             return
         with self._database.writing() as connection:
-            chosen = _requests.c.request_id.in_(ids) & _requests.c.finished.is_not(None)
-            if owner is not None:
-                chosen &= _requests.c.owner == owner
-            connection.execute(_requests.update().where(chosen).values(forgotten=True, answer=None))
+            for start in range(0, len(ids), MOST_NAMED):
+                chosen = _requests.c.request_id.in_(ids[start : start + MOST_NAMED]) & _requests.c.finished.is_not(None)
+                if owner is not None:
+                    chosen &= _requests.c.owner == owner
+                connection.execute(_requests.update().where(chosen).values(forgotten=True, answer=None))
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request that waits; its place in the order is passed over. False = it runs, is final, or unknown."""

@@ -29,7 +29,9 @@ __all__ = ["Database", "counted"]
 BUSY_SECONDS = 30.0
 TURN_SECONDS = 0.0005  # between two tries to get the writer's lock, which is held for about a millisecond
 LOCK = 0x706F7374  # PostgreSQL's advisory lock of writers
-LOG_PAGES = 32_768  # of 4 KiB, after which any commit copies SQLite's log; `copy_log` comes before it
+PAGE = 4096  # bytes, of SQLite
+LOG_PAGES = 32_768  # after which any commit copies SQLite's log; `copy_log` comes before it
+RESTART_SECONDS = 0.05  # that writers wait at most for readers of a log that is to begin anew
 _WRITES = "service_writes"
 
 # When a transaction is to be on the disk: before the call returns; before a reader tells anybody (`Database.sync`);
@@ -116,7 +118,7 @@ class Database:
             raise BackendError(f"the service's store: {error.strerror or error}") from error
 
     def copy_log(self, most_bytes: int) -> None:
-        """Copy SQLite's log into the database file beside others' transactions, and begin it anew where it is large.
+        """Copy SQLite's log into the database file beside others' transactions, and begin it anew where it is longer.
 
         Raises: BackendError.
         """
@@ -124,29 +126,34 @@ class Database:
             return
         with _named_errors(), self._engine.connect() as connection:
             raw: Any = connection.connection.dbapi_connection
-            raw.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            if self._log.size() > most_bytes:
+            _, pages, _ = raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if pages * PAGE <= most_bytes:  # of the file, which stays as large as it ever was, those in use
+                return
+            _set_patience(raw, RESTART_SECONDS)
+            try:
                 raw.execute("PRAGMA wal_checkpoint(RESTART)")
+            finally:
+                _set_patience(raw, BUSY_SECONDS)
 
     def changes(self) -> int:
-        """A number that differs when anybody has committed since."""
+        """A number that differs when anybody has committed since. Raises: BackendError."""
         if not self.is_sqlite:
             with self.reading() as connection:
                 return connection.scalar(sa.select(counters.c.value).where(counters.c.name == "changes")) or 0
-        with self._watch_guard:
+        with self._watch_guard, _named_errors():
             if self._watched is None:
                 self._watched = sqlite3.connect(self._file, check_same_thread=False)
             return int(self._watched.execute("PRAGMA data_version").fetchone()[0])
 
-    def wait_for_change(self, seen: int, timeout: float) -> int:
-        """Wait until `changes()` is no longer `seen`, or the time is over; its present value.
+    def wait_for_change(self, seen: int, timeout: float, is_over: threading.Event | None = None) -> int:
+        """Wait until `changes()` is no longer `seen`, the time is over, or `is_over` is set; its present value.
 
         Looks every millisecond at first, then every 10: a look at SQLite takes microseconds.
         """
         began = time.monotonic()
         while (now := self.changes()) == seen:
             waited = time.monotonic() - began
-            if waited >= timeout:
+            if waited >= timeout or (is_over is not None and is_over.is_set()):
                 break
             time.sleep(0.001 if waited < 1 and self.is_sqlite else 0.01)
         return now
@@ -179,7 +186,7 @@ def counted(connection: sa.Connection, name: str, by: int = 1) -> int:
 
 def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin` says
-    connection.execute(f"PRAGMA busy_timeout={int(1000 * BUSY_SECONDS)}")
+    _set_patience(connection, BUSY_SECONDS)
     (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
     # without a log (some file systems cannot share memory) every commit has to wait for the disk by itself
     for pragma in (
@@ -188,13 +195,18 @@ def _prepare(connection: Any, record: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
+def _set_patience(connection: Any, seconds: float) -> None:
+    """Time that SQLite waits for a lock."""
+    connection.execute(f"PRAGMA busy_timeout={int(1000 * seconds)}")
+
+
 def _begin(connection: sa.Connection) -> None:
     raw: Any = connection.connection.dbapi_connection
     if not connection.get_execution_options().get(_WRITES):
         raw.execute("BEGIN")
         return
     # SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need.
-    raw.execute("PRAGMA busy_timeout=0")
+    _set_patience(raw, 0.0)
     try:
         end = time.monotonic() + BUSY_SECONDS
         while True:
@@ -206,7 +218,7 @@ def _begin(connection: sa.Connection) -> None:
                     raise
                 time.sleep(TURN_SECONDS)
     finally:
-        raw.execute(f"PRAGMA busy_timeout={int(1000 * BUSY_SECONDS)}")
+        _set_patience(raw, BUSY_SECONDS)
 
 
 @contextmanager

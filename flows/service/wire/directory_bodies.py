@@ -79,7 +79,7 @@ class FuturesTarget(Body):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
-    cloned_sampler_id: Number = 0
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=1 << 32)] = 0  # numbers of its samples stay below 2^63
 
 
 class RetrieveFutures(Body):

@@ -84,6 +84,7 @@ class Computing:
 
     def _single(self, request: StoredRequest) -> None:
         try:
+            self._store.sync()  # no folder may be ahead of the requests and answers in the store
             outcome = self._outcome(request)
         except Exception as error:
             outcome = self._failed(request, error)

@@ -1,6 +1,7 @@
 """Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
 
 import asyncio
+import dataclasses
 import re
 import threading
 import time
@@ -10,9 +11,10 @@ import httpx
 import pyarrow as pa
 import pytest
 from helpers.service import random_data
-from helpers.service_clients import loss
-from helpers.service_http import ADDRESS
+from helpers.service_clients import loss, sample
+from helpers.service_http import ADDRESS, running_service
 
+from flows.service.http import waiting_room
 from flows.service.store import Answer
 from flows.service.wire.tinker_paths import TinkerPath
 from rl_core.errors import BackendError
@@ -201,6 +203,74 @@ def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
     idle.post("retrieve_future", promise, status=410)
 
 
+def test_numbers_that_the_store_cannot_hold_are_the_callers_fault(idle, started):
+    session, run = started
+    target = {"type": "sampling_session", "sampling_session_id": f"{session}:sample:0", "cloned_sampler_id": 1 << 62}
+    assert "cloned_sampler_id" in idle.post("retrieve_futures", {"target": target, "timeout": 0}, status=422)["detail"]
+    for path in ("runs", f"runs/{run}/requests"):
+        assert idle.client.get(f"/{path}", params={"offset": 10**30}).status_code == 422
+
+
+def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, monkeypatch):
+    """Its end is seen once alone: who waits for it would wait for ever."""
+    monkeypatch.setattr(waiting_room, "AFTER_A_FAULT_SECONDS", 0.01)
+    object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    results, faults = idle.store.results, [BackendError("the service's store: disk I/O error")]
+    idle.store.results = lambda ids: results(ids) if not faults else raise_(faults.pop())
+    answer = Answer(b'{"metrics": {}}', "json")
+    later = threading.Timer(0.1, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later.start()
+    assert idle.post("retrieve_future", promise) == {"metrics": {}} and not faults
+    later.join()
+
+
+def raise_(error):
+    raise error
+
+
+def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started):
+    """Such as one that has expired since, while nobody asked for anything."""
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    idle.client.app.app.state.server.room._cursor = 1 << 40
+    idle.store.finish([(promise["request_id"], Answer(b'{"metrics": {}}', "json"))])
+    idle.post("retrieve_future", promise, status=408)
+    assert idle.post("retrieve_future", promise) == {"metrics": {}}
+
+
+def test_requests_that_come_together_are_accepted_whatever_their_number_and_whatever_one_of_them_holds(idle, started):
+    """A statement names all of a batch; a value that the database does not take is the fault of one of them."""
+    server, (session, _) = idle.client.app.app.state.server, started
+    accept, sizes = idle.store.accept_together, []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def accept_together(batch):
+        begun.set()
+        go_on.wait(30)
+        sizes.append(len(batch))
+        return accept(batch)
+
+    idle.store.accept_together = accept_together
+
+    def request(seq):
+        return dataclasses.replace(sample(f"{session}:sample:0", seq), owner=idle.key.key_id, session_id=session)
+
+    async def ask():
+        first = asyncio.ensure_future(server.accept(request(0)))
+        await asyncio.to_thread(begun.wait, 30)
+        others = [asyncio.ensure_future(server.accept(request(seq))) for seq in range(1, 1500)]
+        wrong = asyncio.ensure_future(server.accept(request(1 << 70)))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(first, *others, wrong, return_exceptions=True)
+
+    *found, wrong = idle.client.portal.call(ask)
+    assert [one.seq for one in found] == list(range(1500)) and isinstance(wrong, OverflowError)
+    assert sizes[:2] == [1, 1000]
+
+
 def test_large_results_are_announced_once(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
@@ -337,3 +407,14 @@ def test_own_interface(idle, started):
     described = idle.client.get("/openapi.json").json()
     assert "/runs/{run_id}/requests/{request_id}/status" in described["paths"]
     assert "APIKeyHeader" in described["components"]["securitySchemes"]
+
+
+def test_a_service_that_ends_leaves_no_thread_and_closes_its_store(tmp_path, base_folder):
+    """A thread that looked at the store once more would open it again, and SQLite keep its log."""
+    before = set(threading.enumerate())
+    with running_service(tmp_path / "service", base_folder, worker=False, poll_seconds=0.1) as service:
+        body = {"session_id": service.session(), "model_seq_id": 0, "base_model": "base"}
+        service.post("retrieve_future", service.post("create_model", body), status=408)
+        assert (tmp_path / "service" / "service.db-wal").exists()
+    assert "service-results" not in {thread.name for thread in set(threading.enumerate()) - before}
+    assert not (tmp_path / "service" / "service.db-wal").exists()

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import shutil
+import sqlite3
 import threading
 import time
 
 import pytest
+import sqlalchemy as sa
 from helpers.postgres import missing, postgres
 from helpers.service_clients import create, loss, open_sampler, sample, update
 
@@ -19,7 +21,7 @@ from flows.service.store import (
     ServiceStore,
 )
 from flows.service.store.work import RequestOutcome
-from rl_core.errors import ServiceError, SettingsError
+from rl_core.errors import BackendError, ServiceError, SettingsError
 from rl_core.storage import faults, write_ahead_log
 
 
@@ -285,6 +287,46 @@ def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(s
         thread.join()
     assert len(longest) == 120 and len(store.ready()) == 121
     other.close()
+
+
+def test_a_log_begins_anew_where_it_is_long_and_not_because_its_file_once_was(store, tmp_path):
+    """Each time holds writers up, and the file never shrinks."""
+    statements = []
+    sa.event.listen(store._database._engine, "checkout", lambda raw, *_: raw.set_trace_callback(statements.append))
+
+    def times():
+        return sum("RESTART" in one for one in statements)
+
+    most = 1 << 19
+    for seq in range(4):
+        store.accept(dataclasses.replace(sample("s", seq), payload=bytes(1 << 18)))
+    store.copy_log(most)
+    assert times() == 1
+    store.accept(sample("s", 4))
+    store.copy_log(most)
+    assert times() == 1 and (tmp_path / "deep" / "service.db-wal").stat().st_size > most
+
+
+def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(store, monkeypatch):
+    class Away:
+        def execute(self, statement):
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def close(self):
+            """Nothing is open."""
+
+    store.changes()
+    store._database._watched.close()
+    monkeypatch.setattr(store._database, "_watched", Away())
+    with pytest.raises(BackendError, match="the service's store: disk I/O error"):
+        store.changes()
+
+
+def test_any_number_of_answers_is_forgotten_at_once(store):
+    made = store.accept(create("r"))
+    finish(store, made)
+    store.forget([*(f"r-{number}" for number in range(300_000)), made.request_id])
+    assert store.request(made.request_id).forgotten
 
 
 def test_lists_of_sessions_runs_and_checkpoints(store, clock):

@@ -228,6 +228,18 @@ def test_a_path_is_written_once_unless_it_is_overwritten(store, worker, tmp_path
     assert anew.state == "done" and read_state(tmp_path / record.folder)["run"]["steps"] == 1
 
 
+def test_no_saved_folder_is_ahead_of_the_store_after_a_power_cut(store, worker, monkeypatch):
+    """The update and the order to save may be in SQLite's log alone, of which a power cut keeps a beginning."""
+    ask(store, worker, create("r"), loss("r", 1, random_data(1)))
+    events, engine = [], worker._computing._engine
+    sync, save_weights = store._database.sync, engine.save_weights
+    monkeypatch.setattr(store._database, "sync", lambda: (sync(), events.append("store"))[0])
+    monkeypatch.setattr(engine, "save_weights", lambda *how: (events.append("folder"), save_weights(*how))[1])
+    store.accept_together([update("r", 2), save("r", 3, "a")])
+    go(worker)
+    assert events[:2] == ["store", "folder"] and events[-1] == "store"
+
+
 def test_an_external_save_is_an_adapter_or_a_model_that_others_load(store, worker, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

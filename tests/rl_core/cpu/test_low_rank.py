@@ -91,3 +91,20 @@ def test_what_is_not_finite_stays_with_its_token_and_its_span(way):
     assert added[50, :40].isnan().all() and torch.equal(added[others], clean[0][others])
     assert not grad_x[50].isfinite().any() and torch.equal(grad_x[others], clean[1][others])
     assert not grads[0].isfinite().all() and all(map(torch.equal, grads[2:], clean[2][2:]))
+
+
+def test_wide_layers_are_computed_in_pieces(way):
+    """More inputs and outputs than compiled code takes at a time, 512, and none a multiple of a vector."""
+    generator = torch.Generator().manual_seed(8)
+    shapes = (110, 1037), (110, 1205), (110, 1205), (7, 1037), (1101, 7)
+    x, out, grad, down, up = (torch.randn(*shape, generator=generator) for shape in shapes)
+    span = AdapterSpan(10, 107, [(3, 1104)], 0.5, [down], [up])
+    added, grad_x, (grad_down, grad_up) = computed(x, out, grad, [span])
+    part_x, part_grad = x[10:107].double(), grad[10:107, 3:1104].double()
+    expected_out, expected_x = out.double(), torch.zeros(110, 1037).double()
+    expected_out[10:107, 3:1104] += 0.5 * part_x @ down.double().t() @ up.double().t()
+    low = 0.5 * part_grad @ up.double()
+    expected_x[10:107] = low @ down.double()
+    wanted = expected_out, expected_x, low.t() @ part_x, part_grad.t() @ (0.5 * part_x @ down.double().t())
+    for ours, true in zip((added, grad_x, grad_down, grad_up), wanted, strict=True):
+        assert float((ours - true).abs().max()) < 1e-5 * float(true.abs().max())

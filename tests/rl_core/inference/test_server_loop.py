@@ -67,9 +67,9 @@ def request(prompt, seed=0, *, tokens=12, stops=None, caller="", deadline=float(
     )
 
 
-def offline(model, asked):
+def offline(model, asked, eos_ids=EOS):
     """Tokens and log-probabilities of the offline engine, one request after the other."""
-    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=CONTEXT)
+    backend = make_backend(model, eos_ids=eos_ids, pad_id=0, max_length=CONTEXT)
     found = []
     for one in asked:
         sequence = AnswerSequence(one.prompt_ids, one.seed, one.sequence.stops)
@@ -141,6 +141,20 @@ def test_answers_equal_the_offline_engine(engine):
     assert len(served.ended()) == 18 and served.loop.state.parkings > 3
     same(asked, offline(model, asked))
     assert served.loop.state.active == served.loop.state.waiting == served.loop.state.parked == 0
+
+
+def test_requests_with_end_tokens_of_their_own_share_the_slots_with_others(engine):
+    """Other end tokens than the model's, none at all, and the model's beside them."""
+    model, kind = engine
+    asked, ends = mixed(18), (EOS, (), range(3, VOCAB, 5))
+    for index, one in enumerate(asked):
+        one.end_ids = None if index % 3 == 0 else frozenset(ends[index % 3])
+    served = Served(model, kind=kind, turn_tokens=10)
+    served.loop.submit(asked)
+    served.drain()
+    for index, eos_ids in enumerate(ends):
+        same(asked[index::3], offline(model, asked[index::3], eos_ids))
+    assert any(one.sequence.hit_limit for one in asked) and not all(one.sequence.hit_limit for one in asked)
 
 
 def test_samples_do_not_depend_on_what_shares_the_slots():
