@@ -198,8 +198,8 @@ class _EngineRun:
         return self.slots - len(self.active) - len(self.waiting)
 
     def refill(self, tickets: deque[SimulatedGroup]) -> None:
-        """Take the next groups where slots are free."""
-        while tickets and len(self.queue) < self._free:
+        """Take all groups that the worker has: as `LiveWorker`, which takes as many as the trainer hands out."""
+        while tickets:
             self.queue += tickets.popleft().sequences
 
     def awaits(self, now: float) -> float | None:

@@ -213,3 +213,9 @@ def test_slices_of_a_core_add_up_to_the_whole():
     for tokens in (9, 1000, 20_000, 32_768):
         found = run({"cores": 1}, 2, tokens=LogNormalSpread(mean=tokens), step_seconds=0.01)
         assert found.ends == pytest.approx([tokens * 0.01 + 4, 2 * (tokens * 0.01 + 4)])
+
+
+def test_dropped_rollouts_queue_behind_those_that_the_worker_has():
+    """One slot, three groups: group 1 has 4 of 10 tokens when version 1 arrives, and waits for group 2."""
+    layout = {"prompts": 1, "group_size": 1, "slots": 1, "max_staleness": 2, "refill": True, "partial": "drop"}
+    assert run(layout, 2).learned == [[0], [2]] and run(layout, 2).ends == [14, 28]
