@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -11,6 +12,8 @@ from flows.planning.cluster_study import compare_shares, compare_workers, split
 from flows.planning.measured_rates import rates_from_records
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+from rl_core.storage.folders import seal_folder
+from tasks.config import from_dict, resolve
 
 RATES = "{step_seconds: 1, row_seconds: 0, load_seconds: 0, update_seconds: 4, token_seconds: 0, tokens: {mean: 10}}"
 CONFIG = """
@@ -96,6 +99,33 @@ def test_the_baseline_of_shares_uses_every_gpu_for_both():
     assert [one.speed_up for one in found] == pytest.approx([1, 0.6, 0.75])
     (same,) = compare_workers(layout, rates, (1,), staleness=(0,))
     assert same.speed_up == 1 and same.run is same.baseline
+
+
+def finish_stage(folder, key, workers=1, **row):
+    """A finished policy stage of four equal iterations of 4 x 2 rollouts."""
+    begun = folder / "outputs" / "planned" / "stages" / "policy" / f"{key}.open"
+    begun.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "time": 0, "metrics": row}) for step in range(4)]
+    (begun / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    policy = {"prompts_per_iteration": 4, "group_size": 2}
+    settings = resolve(from_dict({"name": "planned", "stages": {"policy": policy}}, check_files=False).stages.policy)
+    settings["rollouts"]["count"] = workers
+    seal_folder(begun, begun.with_suffix(""), extra={"settings": settings})
+
+
+def test_rates_are_of_the_batch_that_was_measured_whatever_is_planned(folder, capsys):
+    """8 rollouts of 100 tokens in 16 s: 8 s are 80 ms a step, and 8 s are 10 ms a row. Planned: 4 groups of 8."""
+    row = {"perf/rollout_seconds": 16.0, "perf/update_seconds": 8.0, "train/action_tokens": 100.0,
+           "train/action_tokens_p10": 100.0, "train/action_tokens_p90": 100.0}  # fmt: skip
+    finish_stage(folder, "a", **row)
+    arguments = ["--workers", "1", "--staleness", "0", "--set", "stages.policy.group_size=8", "--json"]
+    (found,) = json.loads(planned(capsys, *arguments))["layouts"]
+    assert found["iteration_seconds"] == pytest.approx(100 * (0.08 + 32 * 0.01) + 32 * 100 * 0.01)
+    finish_stage(folder, "b", workers=2, **row)
+    assert "policy/a" in json.loads(planned(capsys, *arguments))["rates"]  # of one worker, though older
+    shutil.rmtree(folder / "outputs" / "planned" / "stages" / "policy" / "a")
+    assert main(["plan", "mine.yaml", "--simulate"]) == 2
+    assert "no finished policy stage of planned in outputs that one worker sampled" in capsys.readouterr().err
 
 
 def test_rates_of_a_finished_stage_by_hand():
