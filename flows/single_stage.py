@@ -81,7 +81,7 @@ def compare_models(
     """
     if not models:
         raise SettingsError("models: empty; give at least one, such as {champion: models:/demo@champion}")
-    return execute(_for_comparison(read_settings(settings, overrides), models), models=models)
+    return execute(_for_comparison(read_settings(settings, overrides, ask_servers=False), models), models=models)
 
 
 def run_stage(

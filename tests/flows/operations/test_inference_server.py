@@ -7,9 +7,11 @@ import subprocess
 import pytest
 from helpers.serving import make_folder_of_model
 
+from flows.cli.main import main
 from flows.cli.parser import build_parser
-from flows.cli.service_commands import _to_sample
+from flows.cli.service_commands import _to_sample, _to_serve
 from flows.operations.inference_server import check_startable
+from flows.parameters import read_settings
 from rl_core.errors import SettingsError
 from tasks.config import ConfigError, load
 
@@ -67,6 +69,20 @@ def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
         ConfigError, match=r"served.yaml:7: stages.policy.rollouts.address: no inference server answers"
     ):
         load(path)
+
+
+def test_commands_that_sample_nothing_do_without_the_server(tmp_path, model, python, capsys):
+    """As `runs` while vLLM is away, and `up --serve` beside the `--rollouts` that starts it."""
+    path = config(tmp_path, model, python, address="127.0.0.1:9")
+    path.write_text(path.read_text() + "serving: {}\n")
+    here = ["--set", f"output={tmp_path / 'out'}"]
+    assert main(["why", "policy", str(path), *here]) == 0 and main(["runs", "--config", str(path), *here]) == 0
+    arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--serve", str(path)])
+    assert _to_serve(arguments)["serve"] == _to_sample(arguments, []) == str(path)
+    assert read_settings(str(path), ask_servers=False).name == "served"
+    capsys.readouterr()
+    for command in ("run", "validate", "retrain"):
+        assert main([command, str(path), *here]) == 2 and "no inference server answers" in capsys.readouterr().err
 
 
 def test_a_quantised_base_is_another_model(tmp_path, model, python):
