@@ -224,9 +224,10 @@ def stage(arguments: argparse.Namespace) -> int:
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
-    active = settings.stages.active
-    upto = active[: active.index(arguments.name) + 1]
-    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh, stages=upto)
+    from tasks.pipeline.partial_settings import settings_up_to
+
+    part = settings_up_to(settings, arguments.name, arguments.model)
+    loading.begin(part, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.single_stage import run_stage
 
     result = run_stage(
