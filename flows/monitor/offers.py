@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from flows.monitor.agent_views import OUTCOMES
 from flows.monitor.choice import WINDOW, Choice
 from flows.monitor.episodes import episode_files
+from flows.monitor.plain_json import plain_json
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView
 from flows.monitor.views import prefixes
@@ -36,7 +35,7 @@ class Offers:
     @property
     def fingerprint(self) -> str:
         """Changes with any entry."""
-        return hashlib.sha256(orjson.dumps(self)).hexdigest()[:16]
+        return hashlib.sha256(plain_json(self)).hexdigest()[:16]
 
 
 def offers(reader: Reader, choice: Choice) -> Offers:
