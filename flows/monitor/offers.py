@@ -77,7 +77,7 @@ def choice_of(reader: Reader, named: Mapping[str, str], default: str = "") -> Ch
         run=run if run in known or "first" not in named else default,
         compare=tuple(name for name in compare if name in known),
         stage=stage,
-        window=min(MAX_WINDOW, max(1, int(window))) if window.isdecimal() else WINDOW,
+        window=min(MAX_WINDOW, max(1, int(window))) if window.isdecimal() and len(window) < 10 else WINDOW,
         by_time=named.get("axis") == "minutes",
         groups=tuple(groups),
         metrics=tuple(name for name in singly if name in metrics),

@@ -63,7 +63,7 @@ def test_what_does_not_exist_counts_as_not_named(tmp_path):
     assert (choice.compare, choice.metrics, choice.groups, choice.outcome) == (
         (RUN,), ("reward/mean",), ("train",), "all"
     )  # fmt: skip
-    assert choice_of(reader, {"window": "999999"}).window == 100
+    assert [choice_of(reader, {"window": text}).window for text in ("999999", "9" * 5000)] == [100, WINDOW]
     assert choice_of(reader, {"first": "1"}, RUN).run == RUN
     gone = asked(Answers(reader), run="demo/none")  # the page is open already: the run was removed
     assert "no longer exists" in gone["blocks"][0]["lines"][0]
