@@ -51,6 +51,9 @@ def test_workers_of_a_file_of_rates(folder, capsys):
 def test_shares_of_gpus(folder, capsys):
     text = planned(capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "1")
     assert "4 GPUs, 4 x 2 rollouts" in text and "the same" in text
+    assert "fastest: 4 workers, which train, too, synchronous: 1.00 times" in planned(
+        capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "0"
+    )
 
 
 @pytest.mark.parametrize(
