@@ -63,5 +63,4 @@ def _check_server(policy: PolicySettings, settings: PipelineSettings) -> None:
             f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
-    goes_alone = lora is not None and not lora.dora and not lora.modules_to_save
-    check_when_starting(policy.rollouts, shape_of(settings.model), lora.rank if lora is not None and goes_alone else 0)
+    check_when_starting(policy.rollouts, shape_of(settings.model), lora.served_rank if lora is not None else 0)

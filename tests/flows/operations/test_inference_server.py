@@ -10,7 +10,7 @@ from helpers.serving import make_folder_of_model
 from flows.cli.main import main
 from flows.cli.parser import build_parser
 from flows.cli.service_commands import _to_sample, _to_serve
-from flows.operations.inference_server import check_startable
+from flows.operations.inference_server import check_startable, inference_server
 from flows.parameters import read_settings
 from rl_core.errors import SettingsError
 from tasks.config import ConfigError, load
@@ -60,6 +60,13 @@ def test_what_is_started(tmp_path, model, python):
     text = " ".join(command)
     assert f"serve {model} --served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16" in text
     assert "--max-lora-rank 16" in text and "--enable-sleep-mode" in text and f"--fingerprint-value {instance}" in text
+
+
+@pytest.mark.parametrize("lora", ["{rank: 8, dora: true}", "{rank: 8, modules_to_save: [lm_head]}"])
+def test_an_adapter_that_cannot_be_served_alone_needs_no_room(tmp_path, model, python, lora):
+    settings = load(config(tmp_path, model, python, more=f", lora: {lora}"), ask_servers=False)
+    (spec,) = inference_server(settings, tmp_path / "out", "http://mlflow")
+    assert "--lora-rank" not in spec.command
 
 
 def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
