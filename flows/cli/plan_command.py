@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
+_ITERATIONS = 12
+
 
 def plan(arguments: argparse.Namespace) -> int:
     """Simulate the policy stage in several layouts, and print them beside the synchronous one."""
@@ -32,12 +34,13 @@ def plan(arguments: argparse.Namespace) -> int:
     layout = _layout(settings, arguments)
     rates, source = _rates(settings, arguments)
     bounds = tuple(dict.fromkeys(arguments.staleness))
+    iterations = _iterations(arguments.iterations, max(bounds))
     if arguments.gpus is not None:
-        found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=arguments.iterations)
+        found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=iterations)
         what = f"{arguments.gpus} GPUs"
     else:
         workers = tuple(dict.fromkeys(arguments.workers))
-        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=arguments.iterations)
+        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations)
         what = f"{len(workers)} numbers of workers"
     if arguments.json:
         print(json.dumps({"rates": source, "layouts": plan_rows(found)}, indent=2))
@@ -46,6 +49,21 @@ def plan(arguments: argparse.Namespace) -> int:
     print(visible(plan_table(found, title)))
     print(visible(f"rates: {source}"))
     return 0
+
+
+def _iterations(given: int | None, bound: int) -> int:
+    """Iterations to simulate. Raises: SettingsError where they are the batches alone that begin at once."""
+    from flows.planning.simulation import WARM_UP
+
+    least = WARM_UP + bound + 1
+    if given is None:
+        return max(_ITERATIONS, least + bound + 1)
+    if given < least:
+        raise SettingsError(
+            f"--iterations: {given} tell no speed with --staleness {bound}: {bound + 1} batches begin at once, and end "
+            f"one right after the other; simulate at least {least}"
+        )
+    return given
 
 
 def _layout(settings: PipelineSettings, arguments: argparse.Namespace) -> ClusterLayout:

@@ -145,3 +145,15 @@ def test_rates_of_a_finished_stage_by_hand():
     assert rates_from_records([(0, row), (1, wide), (2, wide)], 8, 512).tokens.sigma == pytest.approx(0.541)
     with pytest.raises(DataError, match="fewer than three iterations"):
         rates_from_records([(0, row), (1, row)], 8, 512)
+
+
+def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder, capsys):
+    """17 batches begin at 0 and end at 10; with updates of no time an iteration takes 10/17 s, not none."""
+    rates = RATES.replace("update_seconds: 4", "update_seconds: 0")
+    (folder / "rates.yaml").write_text(rates)
+    arguments = ["--rates", "rates.yaml", "--workers", "1", "--staleness", "0,16", "--set",
+                 "stages.policy.sampling.slots=512"]  # fmt: skip
+    _, late = json.loads(planned(capsys, *arguments, "--json"))["layouts"]
+    assert late["iteration_seconds"] == pytest.approx(10 / 17)
+    assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
+    assert "17 batches begin at once" in (said := capsys.readouterr().err) and "simulate at least 19" in said
