@@ -56,6 +56,8 @@ def inference_server(settings: PipelineSettings, output: Path, mlflow: str) -> l
         command += ["--lora-rank", str(model.lora.served_rank)]
     if server.sleeps:
         command += ["--sleeps"]
+    if model.trust_remote_code:
+        command += ["--", "--trust-remote-code"]
 
     def works() -> bool:
         try:

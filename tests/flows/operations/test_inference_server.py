@@ -47,7 +47,7 @@ def config(tmp_path, model, python, *, address="127.0.0.1:8123", more="", server
 
 
 def test_what_is_started(tmp_path, model, python):
-    path = config(tmp_path, model, python, more=", lora: {rank: 12}, dtype: bfloat16", server="sleeps: true")
+    path = config(tmp_path, model, python, more=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true", server="sleeps: true")
     more = []
     arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--output", str(tmp_path / "out")])
     assert _to_sample(arguments, more) == str(path)
@@ -60,6 +60,7 @@ def test_what_is_started(tmp_path, model, python):
     text = " ".join(command)
     assert f"serve {model} --served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16" in text
     assert "--max-lora-rank 16" in text and "--enable-sleep-mode" in text and f"--fingerprint-value {instance}" in text
+    assert command[-1] == "--trust-remote-code"
 
 
 @pytest.mark.parametrize("lora", ["{rank: 8, dora: true}", "{rank: 8, modules_to_save: [lm_head]}"])
