@@ -92,9 +92,7 @@ def _read(
     settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *, import_code: bool, ask_servers: bool = False
 ) -> PipelineSettings:
     if isinstance(settings, str):
-        return load(
-            settings, overrides or (), import_code=import_code, ask_servers=ask_servers, warn=logger.warning
-        )
+        return load(settings, overrides or (), import_code=import_code, ask_servers=ask_servers, warn=logger.warning)
     values = copy.deepcopy(dict(settings))
     if overrides:
         places = KeyLocations("settings")

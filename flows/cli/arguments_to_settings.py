@@ -29,9 +29,7 @@ __all__ = [
 ]
 
 
-def load(
-    arguments: argparse.Namespace, import_code: bool = True, *, ask_servers: bool = False
-) -> PipelineSettings:
+def load(arguments: argparse.Namespace, import_code: bool = True, *, ask_servers: bool = False) -> PipelineSettings:
     """Settings of the configuration that is named, with `--set`.
 
     ask_servers: for commands that sample rollouts, which end at once where their server does not answer.

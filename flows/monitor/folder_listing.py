@@ -34,9 +34,9 @@ class FolderListing:
             self._kept[path] = (changed, found)
         return found
 
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # a link to itself, or to where this user may not look
         return False
-

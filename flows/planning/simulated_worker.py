@@ -76,7 +76,7 @@ class SimulatedWorld:
     dropped: int = 0  # rollouts begun anew
 
     def compute(self, seconds: float, wake: simpy.Event | None = None) -> Generator[Any, Any, float]:
-        """Compute for so long, or until `wake`; returns the seconds that were computed: all, however the clock rounds."""
+        """Compute for so long, or until `wake`; returns the seconds that were computed, however the clock rounds."""
         if seconds <= 0:
             return 0.0
         if self.cores is None:

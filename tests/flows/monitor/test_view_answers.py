@@ -88,7 +88,9 @@ def test_texts_and_numbers_that_json_has_no_room_for_end_no_page(tmp_path):
     assert any("caf?" in line for line in nothing["lines"])
     home = make_run(output)
     rows = home / "stages/policy/bbbb.open/recent_rollouts.jsonl"
-    rows.write_text(json.dumps({**EPISODES[0], "prompt": "half \ud83d", "turns": [{"action": "a", "observation": 2**70}]}) + "\n")
+    rows.write_text(
+        json.dumps({**EPISODES[0], "prompt": "half \ud83d", "turns": [{"action": "a", "observation": 2**70}]}) + "\n"
+    )
     answers = Answers(Reader(output))
     assert all(asked(answers, tab=name)["version"] for name in TAB_NAMES)
     shown = json.dumps(asked(answers, tab="trajectories")["blocks"])

@@ -47,7 +47,13 @@ def config(tmp_path, model, python, *, address="127.0.0.1:8123", more="", server
 
 
 def test_what_is_started(tmp_path, model, python):
-    path = config(tmp_path, model, python, more=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true", server="sleeps: true")
+    path = config(
+        tmp_path,
+        model,
+        python,
+        more=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true",
+        server="sleeps: true",
+    )
     more = []
     arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--output", str(tmp_path / "out")])
     assert _to_sample(arguments, more) == str(path)
