@@ -117,13 +117,13 @@ def finish_stage(folder, key, workers=1, **row):
 
 
 def test_rates_are_of_the_batch_that_was_measured_whatever_is_planned(folder, capsys):
-    """8 rollouts of 100 tokens in 16 s: 8 s are 80 ms a step, and 8 s are 10 ms a row. Planned: 4 groups of 8."""
-    row = {"perf/rollout_seconds": 16.0, "perf/update_seconds": 8.0, "train/action_tokens": 100.0,
-           "train/action_tokens_p10": 100.0, "train/action_tokens_p90": 100.0}  # fmt: skip
+    """8 rollouts of 50 tokens in 16 s: 8 s are 160 ms a step, and 8 s are 20 ms a row. Planned: 4 groups of 8."""
+    row = {"perf/rollout_seconds": 16.0, "perf/update_seconds": 8.0, "train/action_tokens": 50.0,
+           "train/action_tokens_p10": 50.0, "train/action_tokens_p90": 50.0}  # fmt: skip
     finish_stage(folder, "a", **row)
     arguments = ["--workers", "1", "--staleness", "0", "--set", "stages.policy.group_size=8", "--json"]
     (found,) = json.loads(planned(capsys, *arguments))["layouts"]
-    assert found["iteration_seconds"] == pytest.approx(100 * (0.08 + 32 * 0.01) + 32 * 100 * 0.01)
+    assert found["iteration_seconds"] == pytest.approx(50 * (0.16 + 32 * 0.02) + 32 * 50 * 0.02)
     finish_stage(folder, "b", workers=2, **row)
     assert "policy/a" in json.loads(planned(capsys, *arguments))["rates"]  # of one worker, though older
     shutil.rmtree(folder / "outputs" / "planned" / "stages" / "policy" / "a")

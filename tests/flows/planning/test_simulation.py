@@ -198,7 +198,7 @@ def test_free_slots_are_filled_up_to_the_bound():
     assert found.ends == [14, 18, 28] and found.ages == [{0: 40.0}, {1: 40.0}, {1: 16.0, 0: 24.0}]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 def test_a_step_that_is_short_beside_the_clock_comes_to_its_end():
     """Updates of 10,000 s: the clock rounds to 7e-12 s and more, which are tokens at 0.1 us each."""
     spread = LogNormalSpread(mean=1000, sigma=1)
@@ -207,7 +207,7 @@ def test_a_step_that_is_short_beside_the_clock_comes_to_its_end():
     assert found.ends == pytest.approx([1e4 * (i + 1) for i in range(30)], abs=1)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 def test_slices_of_a_core_add_up_to_the_whole():
     """32,768 tokens of 10 ms, and rounding of 0.01: what is left of the last slice is no token."""
     for tokens in (9, 1000, 20_000, 32_768):
