@@ -111,7 +111,8 @@ def _newest_measured(settings: PipelineSettings) -> tuple[Path, dict[str, Any]]:
     Raises: SettingsError where there is none.
     """
     home = Path(settings.output, settings.name, "stages", "policy")
-    alone, others = [], []
+    alone: list[tuple[float, Path, dict[str, Any]]] = []
+    others: list[tuple[float, Path, dict[str, Any]]] = []
     for path in home.glob("*/metrics.jsonl"):
         with contextlib.suppress(CorruptError):  # not finished, or damaged
             stage = read_manifest(path.parent)["settings"]
