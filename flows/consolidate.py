@@ -142,7 +142,7 @@ def consolidate(settings: PipelineForm | str, overrides: list[str] | None = None
         settings: contents of a config file, or its path (relative to the flow's working directory).
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
-    typed = read_settings(settings, overrides)
+    typed = read_settings(settings, overrides, ask_servers=False)
     with outlived.noted() as outcome:
         outcome.result = result = _consolidate(typed)
     return Completed(message=result.message, data=result)

@@ -76,7 +76,7 @@ def evaluate_champion(settings: PipelineForm | str, overrides: list[str] | None 
         settings: contents of a config file, or its path (relative to the flow's working directory).
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
-    result = _check(read_settings(settings, overrides))
+    result = _check(read_settings(settings, overrides, ask_servers=False))
     logger.info("%s", result.message)
     return Completed(message=result.message, data=result)
 

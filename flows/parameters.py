@@ -57,11 +57,13 @@ def _with_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
 
 
 def read_settings(
-    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None, main: Any = None
-) -> PipelineSettings:
+    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None, main: Any = None,
+    *, ask_servers: bool = True,
+) -> PipelineSettings:  # fmt: skip
     """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
 
     `main`: the form of the settings that are changed most (`flows/main_settings.py`); `overrides` come after it.
+    `ask_servers`: False for flows that sample no rollouts, whose server may be away.
 
     In a deployment's run they may differ from the declared ones in some keys only (`flows/runtime/deployed_runs.py`),
     which is looked at before anything that they name is imported.
@@ -73,7 +75,7 @@ def read_settings(
     if declared is not None:
         check_changes(_read(settings, overrides, import_code=False), _base(settings, declared))
         fault("deployment.checked")
-    return _read(settings, overrides, import_code=True)
+    return _read(settings, overrides, import_code=True, ask_servers=ask_servers)
 
 
 def _base(settings: Mapping[str, Any] | str, declared: Mapping[str, Any]) -> PipelineSettings:
@@ -86,16 +88,18 @@ def _base(settings: Mapping[str, Any] | str, declared: Mapping[str, Any]) -> Pip
     return _read(base, declared.get("overrides"), import_code=False)
 
 
-def _read(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *, import_code: bool) -> PipelineSettings:
+def _read(
+    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *, import_code: bool, ask_servers: bool = False
+) -> PipelineSettings:
     if isinstance(settings, str):
-        return load(settings, overrides or (), import_code=import_code, warn=logger.warning)
+        return load(settings, overrides or (), import_code=import_code, ask_servers=ask_servers, warn=logger.warning)
     values = copy.deepcopy(dict(settings))
     if overrides:
         places = KeyLocations("settings")
         problems = apply_overrides(values, overrides, places)
         if problems:
             raise ConfigError(problems, places)
-    return from_dict(values, import_code=import_code)
+    return from_dict(values, import_code=import_code, ask_servers=ask_servers)
 
 
 def pipeline_name(settings: Mapping[str, Any] | str) -> str:

@@ -14,8 +14,9 @@ from flows.runtime.stopped_state import name_stopped
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
+from tasks.pipeline.partial_settings import settings_up_to
 from tasks.pipeline.run_options import OnDrift
-from tasks.stage_registry import entry, names, no_such_stage, policy_stages, result_stages
+from tasks.stage_registry import no_such_stage
 
 __all__ = ["analyze_models", "compare_models", "evaluate_model", "evaluate_models", "run_stage", "single_stage"]
 
@@ -58,7 +59,7 @@ def single_stage(
     if stage not in typed.stages.active:
         raise SettingsError(f"{typed.name}: {no_such_stage(stage, typed.stages.active)}")
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
-    return execute(_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
+    return execute(settings_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
 
 
 @flow(
@@ -81,7 +82,7 @@ def compare_models(
     """
     if not models:
         raise SettingsError("models: empty; give at least one, such as {champion: models:/demo@champion}")
-    return execute(_for_comparison(read_settings(settings, overrides), models), models=models)
+    return execute(_for_comparison(read_settings(settings, overrides, ask_servers=False), models), models=models)
 
 
 def run_stage(
@@ -101,22 +102,8 @@ def run_stage(
         fresh: rerun this stage even if finished; earlier stages are not rerun.
         allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
-    return run_pipeline(_up_to(settings, name, model), fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
-
-
-def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
-    """Pipeline settings up to a stage, without the stages that a given model replaces."""
-    order = names()
-    needed = set(order[: order.index(name) + 1])
-    if entry(name).trains == "policy":
-        needed -= set(result_stages())
-    if name != "reward_model" and not (settings.stages.policy and "learned" in settings.stages.policy.rewards):
-        needed.discard("reward_model")
-    if model is not None:
-        needed -= set(policy_stages()) - {name}
-        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=model))
-    stages = settings.stages.with_stages({stage: None for stage in order if stage not in needed})
-    return dataclasses.replace(settings, stages=stages)
+    part = settings_up_to(settings, name, model)
+    return run_pipeline(part, fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
 
 
 def evaluate_model(

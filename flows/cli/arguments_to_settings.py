@@ -29,11 +29,14 @@ __all__ = [
 ]
 
 
-def load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSettings:
-    """Settings of the configuration that is named, with `--set`."""
+def load(arguments: argparse.Namespace, import_code: bool = True, *, ask_servers: bool = False) -> PipelineSettings:
+    """Settings of the configuration that is named, with `--set`.
+
+    ask_servers: for commands that sample rollouts, which end at once where their server does not answer.
+    """
     from tasks.config import load
 
-    return load(arguments.config, arguments.set, import_code=import_code, warn=warn)
+    return load(arguments.config, arguments.set, import_code=import_code, ask_servers=ask_servers, warn=warn)
 
 
 def warn(text: str) -> None:

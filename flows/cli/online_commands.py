@@ -77,7 +77,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     from tasks.config import load
 
     given = [*arguments.set, *([f"output={arguments.output}"] if arguments.output else [])]
-    settings = load(arguments.config, given, warn=warn)
+    settings = load(arguments.config, given, ask_servers=False, warn=warn)
     connect_mlflow(Path(settings.output).resolve())
     from flows.consolidate import run_consolidation
 

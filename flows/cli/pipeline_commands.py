@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     stop_after(arguments.stop_after)
     if arguments.replay_schedule is not None:
         arguments.set = [*arguments.set, f"stages.policy.rollouts.replay_schedule={arguments.replay_schedule}"]
-    settings = loading.load(arguments)
+    settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
@@ -132,7 +132,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def retrain(arguments: argparse.Namespace) -> int:
     """Retrain on new data, from the champion, with promotion through the gate."""
-    settings = loading.load(arguments)
+    settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=True)  # on other episodes than before
@@ -150,7 +150,7 @@ def retrain(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a summary of its pipeline."""
-    settings = loading.load(arguments, import_code=arguments.import_code)
+    settings = loading.load(arguments, import_code=arguments.import_code, ask_servers=True)
     from tasks.config import named_code, resolve, settings_digest
     from tasks.config.data_checks import checked_files
 
@@ -207,7 +207,7 @@ def _acts(settings: PipelineSettings) -> bool:
 
 def profile(arguments: argparse.Namespace) -> int:
     """Print the time profile of a stage."""
-    settings = loading.load(arguments)
+    settings = loading.load(arguments, ask_servers=True)
     loading.prepare(settings)
     from flows.cli.time_profile import profile_stage
 
@@ -217,16 +217,17 @@ def profile(arguments: argparse.Namespace) -> int:
 
 def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
-    settings = loading.load(arguments)
+    settings = loading.load(arguments, ask_servers=True)
     if arguments.name not in settings.stages.active:
         missing = stage_registry.no_such_stage(arguments.name, settings.stages.active)
         raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
     loading.check_models(settings, arguments.model)
-    active = settings.stages.active
-    upto = active[: active.index(arguments.name) + 1]
-    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh, stages=upto)
+    from tasks.pipeline.partial_settings import settings_up_to
+
+    part = settings_up_to(settings, arguments.name, arguments.model)
+    loading.begin(part, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.single_stage import run_stage
 
     result = run_stage(
@@ -274,7 +275,7 @@ def resume(arguments: argparse.Namespace) -> int:
 
 def verify_resume(arguments: argparse.Namespace) -> int:
     """Compare a run in one piece with an interrupted one."""
-    settings = loading.load(arguments)
+    settings = loading.load(arguments, ask_servers=True)
     from flows.verification.verify import Plan, verify
 
     plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
 from flows.cli.visible import visible
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import CorruptError, DataError, SettingsError
+from rl_core.storage.manifest import read_manifest
 
 if TYPE_CHECKING:
     from flows.planning.cluster_layout import ClusterLayout
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
 __all__ = ["plan"]
+
+_ITERATIONS = 12
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -30,12 +34,13 @@ def plan(arguments: argparse.Namespace) -> int:
     layout = _layout(settings, arguments)
     rates, source = _rates(settings, arguments)
     bounds = tuple(dict.fromkeys(arguments.staleness))
+    iterations = _iterations(arguments.iterations, max(bounds))
     if arguments.gpus is not None:
-        found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=arguments.iterations)
+        found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=iterations)
         what = f"{arguments.gpus} GPUs"
     else:
         workers = tuple(dict.fromkeys(arguments.workers))
-        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=arguments.iterations)
+        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations)
         what = f"{len(workers)} numbers of workers"
     if arguments.json:
         print(json.dumps({"rates": source, "layouts": plan_rows(found)}, indent=2))
@@ -44,6 +49,21 @@ def plan(arguments: argparse.Namespace) -> int:
     print(visible(plan_table(found, title)))
     print(visible(f"rates: {source}"))
     return 0
+
+
+def _iterations(given: int | None, bound: int) -> int:
+    """Iterations to simulate. Raises: SettingsError where they are the batches alone that begin at once."""
+    from flows.planning.simulation import WARM_UP
+
+    least = WARM_UP + bound + 1
+    if given is None:
+        return max(_ITERATIONS, least + bound + 1)
+    if given < least:
+        raise SettingsError(
+            f"--iterations: {given} tell no speed with --staleness {bound}: {bound + 1} batches begin at once, and end "
+            f"one right after the other; simulate at least {least}"
+        )
+    return given
 
 
 def _layout(settings: PipelineSettings, arguments: argparse.Namespace) -> ClusterLayout:
@@ -71,20 +91,38 @@ def _rates(settings: PipelineSettings, arguments: argparse.Namespace) -> tuple[C
         return found, str(arguments.rates)
     from tasks.tracking.journal import read_metrics
 
-    advice = "run it once (`posttrain run`), or name a file of durations with --rates"
-    folders = Path(settings.output, settings.name, "stages", "policy").glob("*/metrics.jsonl")
-    finished = [path for path in folders if (path.parent / "manifest.json").is_file()]
-    newest = max(finished, key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
-        raise SettingsError(f"plan: no finished policy stage of {settings.name} in {settings.output}; {advice}")
-    stage = settings.stages.policy
-    assert stage is not None
-    rollouts = stage.prompts_per_iteration * stage.group_size
+    folder, stage = _newest_measured(settings)
     try:
-        rates = rates_from_records(read_metrics(newest.parent), rollouts, stage.sampling.max_completion_tokens)
+        rates = rates_from_records(
+            read_metrics(folder), stage["prompts_per_iteration"] * stage["group_size"],
+            stage["sampling"]["max_completion_tokens"],
+        )  # fmt: skip
     except DataError as error:
-        raise SettingsError(f"plan: {newest}: {error}") from error
+        raise SettingsError(f"plan: {folder}: {error}") from error
     return rates, (
-        f"measured in {newest.parent}; of the decoding time {ROW_SHARE:.0%} taken as growing with the rows, tools as "
+        f"measured in {folder}; of the decoding time {ROW_SHARE:.0%} taken as growing with the rows, tools as "
         "answering at once (--rates FILE sets both)"
     )
+
+
+def _newest_measured(settings: PipelineSettings) -> tuple[Path, dict[str, Any]]:
+    """Folder and settings of the newest finished policy stage that one worker sampled, in turns with the updates.
+
+    Raises: SettingsError where there is none.
+    """
+    home = Path(settings.output, settings.name, "stages", "policy")
+    alone: list[tuple[float, Path, dict[str, Any]]] = []
+    others: list[tuple[float, Path, dict[str, Any]]] = []
+    for path in home.glob("*/metrics.jsonl"):
+        with contextlib.suppress(CorruptError):  # not finished, or damaged
+            stage = read_manifest(path.parent)["settings"]
+            rollouts = stage.get("rollouts", {})
+            is_alone = rollouts.get("count", 1) == 1 and not rollouts.get("max_staleness", 0)
+            (alone if is_alone else others).append((path.stat().st_mtime, path.parent, stage))
+    if not alone:
+        found = f"no finished policy stage of {settings.name} in {settings.output}"
+        if others:
+            found += " that one worker sampled in turns with the updates, which tells the durations of its parts"
+        raise SettingsError(f"plan: {found}; run it once (`posttrain run`), or name a file of durations with --rates")
+    _, folder, stage = max(alone, key=lambda one: one[0])
+    return folder, stage

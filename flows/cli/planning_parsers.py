@@ -37,7 +37,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--cores", type=positive, metavar="N", help="cores that all processes share (default: no limit)"
     )
-    parser.add_argument("--iterations", type=positive, default=12, metavar="N", help="simulated (default: 12)")
+    parser.add_argument(
+        "--iterations", type=positive, metavar="N", help="simulated (default: 12, more for a --staleness above 4)"
+    )
     add_json(parser)
 
 

@@ -19,7 +19,7 @@ def prefer(arguments: argparse.Namespace) -> int:
     from rl_core.settings import RatingSettings
     from tasks.config import load
 
-    settings = load(arguments.config, arguments.set, import_code=False, warn=warn)
+    settings = load(arguments.config, arguments.set, import_code=False, ask_servers=False, warn=warn)
     rating = settings.prefer or RatingSettings()
     if arguments.port is not None:
         rating = dataclasses.replace(rating, port=arguments.port)

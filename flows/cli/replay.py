@@ -75,7 +75,7 @@ def recorded_settings(output: Path) -> PipelineSettings:
     """Settings of the newest run in a folder. Raises: DataError where there is none."""
     for record in recorded_runs(output.resolve()):
         if record.settings is not None:
-            return settings_of(record, output, warn=False)
+            return settings_of(record, output, goes_on=False)
     raise DataError(f"no runs in {output.resolve()}; give the run's --config, or its --output folder")
 
 

@@ -44,8 +44,8 @@ def _is_id(record: RunRecord, text: str) -> bool:
     return len(text) >= 6 and record.run_id.startswith(text)
 
 
-def settings_of(record: RunRecord, output: Path, *, warn: bool = True) -> PipelineSettings:
-    """Settings of a run. `warn`: if the code has changed since, which a resumed run has to know.
+def settings_of(record: RunRecord, output: Path, *, goes_on: bool = True) -> PipelineSettings:
+    """Settings of a run. `goes_on`: it is resumed, so changed code is warned about, and the servers of rollouts answer.
 
     Raises: SettingsError if they were not recorded, or refer to something that no longer exists.
     """
@@ -58,10 +58,10 @@ def settings_of(record: RunRecord, output: Path, *, warn: bool = True) -> Pipeli
             f"run '{record.name}': {', '.join(hidden)} was not stored, as its name is that of a secret; go on with the "
             "same config: posttrain run CONFIG"
         )
-    settings = from_dict(record.settings)
+    settings = from_dict(record.settings, ask_servers=goes_on)
     if Path(settings.output).resolve() != output.resolve():  # started from another working directory, or moved since
         settings = dataclasses.replace(settings, output=str(output.resolve()))
-    if warn and record.code_version and record.code_version != code_version():
+    if goes_on and record.code_version and record.code_version != code_version():
         logger.warning(
             "the code has changed since '%s' began (%s, now %s): finished stages run anew, and the unfinished one "
             "resumes with --allow-drift alone",

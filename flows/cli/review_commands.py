@@ -158,8 +158,10 @@ def runs(arguments: argparse.Namespace) -> int:
     from tasks.tracking import list_runs, run_records
 
     output, uri = _store(arguments, settings)
-    # A run that was killed is still RUNNING in the store, until the next run or `doctor --repair` says so there.
-    gone = {one.run_id: one.why for one in dead_runs(output.resolve()) if one.run_id and not one.elsewhere}
+
+    def gone() -> dict[str, str]:
+        return {one.run_id: one.why for one in dead_runs(output.resolve()) if one.run_id and not one.elsewhere}
+
     if arguments.format != "table":
         records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where, gone=gone)
         print(_exported(records, arguments.format), end="")

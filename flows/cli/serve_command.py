@@ -49,7 +49,7 @@ def _of_config(arguments: argparse.Namespace) -> Serving:
     from rl_core.settings import ServingSettings
     from tasks.config import load
 
-    settings = load(arguments.target, arguments.set, import_code=False, warn=warn)
+    settings = load(arguments.target, arguments.set, import_code=False, ask_servers=False, warn=warn)
     serving = _changed(settings.serving or ServingSettings(), arguments)
     output = Path(arguments.output or settings.output).resolve()
     connect_mlflow(output)

@@ -75,7 +75,7 @@ def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:
     from tasks.config import load
     from tasks.shipped import find_config
 
-    settings = load(arguments.serve, import_code=False)
+    settings = load(arguments.serve, import_code=False, ask_servers=False)
     if settings.serving is None:
         raise SettingsError(f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)")
     port = arguments.serve_port or settings.serving.port

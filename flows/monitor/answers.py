@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from flows.monitor.offers import address_of, choice_of, offers
+from flows.monitor.plain_json import plain_json
 from flows.monitor.reader import Reader
 from flows.monitor.views import TAB_NAMES, view
 
@@ -51,7 +52,7 @@ class Answers:
             del found["blocks"]
         else:
             found["blocks"] = self._reduced(found["blocks"], found["version"], seen)
-        return orjson.dumps(found)
+        return plain_json(found)
 
     def _reduced(self, blocks: list[dict[str, Any]], version: str, seen: str) -> list[dict[str, Any]]:
         with self._lock:
@@ -69,7 +70,7 @@ class Answers:
             return block
         charts: list[Any] = []
         for chart in block["charts"]:
-            text, name = orjson.dumps(chart), f"{block['id']} {chart['id']}"
+            text, name = plain_json(chart), f"{block['id']} {chart['id']}"
             kept[name] = hashlib.blake2b(text, digest_size=12).digest()
             same = known.get(name) == kept[name]
             charts.append({"id": chart["id"], "same": True} if same else orjson.Fragment(text))

@@ -25,7 +25,7 @@ class FolderListing:
             if kept is not None and kept[0] == changed:
                 return kept[1]
             with os.scandir(path) as entries:  # it says what is a folder, without a look at each
-                names = sorted(one.name for one in entries if one.name[0] != "." and one.is_dir())
+                names = sorted(one.name for one in entries if one.name[0] != "." and _is_folder(one))
         except OSError:
             self._kept.pop(path, None)
             return []
@@ -33,3 +33,10 @@ class FolderListing:
         if time.time_ns() - changed > SETTLED_NS:  # else an entry of the same tick of the clock might be missed
             self._kept[path] = (changed, found)
         return found
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where this user may not look
+        return False

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from flows.monitor.agent_views import OUTCOMES
 from flows.monitor.choice import WINDOW, Choice
 from flows.monitor.episodes import episode_files
+from flows.monitor.plain_json import plain_json
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView
 from flows.monitor.views import prefixes
@@ -36,7 +35,7 @@ class Offers:
     @property
     def fingerprint(self) -> str:
         """Changes with any entry."""
-        return hashlib.sha256(orjson.dumps(self)).hexdigest()[:16]
+        return hashlib.sha256(plain_json(self)).hexdigest()[:16]
 
 
 def offers(reader: Reader, choice: Choice) -> Offers:
@@ -78,7 +77,7 @@ def choice_of(reader: Reader, named: Mapping[str, str], default: str = "") -> Ch
         run=run if run in known or "first" not in named else default,
         compare=tuple(name for name in compare if name in known),
         stage=stage,
-        window=min(MAX_WINDOW, max(1, int(window))) if window.isdecimal() else WINDOW,
+        window=min(MAX_WINDOW, max(1, int(window))) if window.isdecimal() and len(window) < 10 else WINDOW,
         by_time=named.get("axis") == "minutes",
         groups=tuple(groups),
         metrics=tuple(name for name in singly if name in metrics),

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import orjson
-
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
 from flows.monitor.charts import NONE, duration, measured, metric_cell, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
 from flows.monitor.headline import alarms, held_out, settings_that_differ, tiles
 from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.online_views import online
+from flows.monitor.plain_json import plain_json
 from flows.monitor.present_views import metric_table
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
@@ -76,7 +75,7 @@ def _view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
 
 
 def _finish(head: dict[str, Any], tab: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    digest = hashlib.sha256(orjson.dumps([tab, blocks])).hexdigest()[:16]
+    digest = hashlib.sha256(plain_json([tab, blocks])).hexdigest()[:16]
     return {"head": head, "tab": tab, "blocks": blocks, "version": digest}
 
 

@@ -63,7 +63,6 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False, also: MoreS
         _repair(places, given)
         return
     options = Options(**given)
-    _check_ports(options)
     _check_same_database(places, options)
     elsewhere = _mlflow_elsewhere(options)
     _check_environment(options)
@@ -73,18 +72,6 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False, also: MoreS
     supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say, also=also)
     supervisor.run(lambda state: _announce(state, output))
     _say("stopped; nothing is left running")
-
-
-def _check_ports(options: Options) -> None:
-    """Raise if two servers are to have the same port."""
-    ports = {"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port}
-    if options.serve is not None:
-        ports["--serve-port"] = options.serve_port
-    names: dict[int, str] = {}
-    for name, port in ports.items():
-        if port in names:
-            raise SettingsError(f"{names[port]} and {name} are both {port}; each server needs a port of its own")
-        names[port] = name
 
 
 def _deployments(folder: Path) -> str:

@@ -52,10 +52,12 @@ def inference_server(settings: PipelineSettings, output: Path, mlflow: str) -> l
         str(Path(str(server.python)).expanduser()), "--model", str(model.path), "--host", str(url.hostname), "--port",
         str(url.port), "--dtype", model.dtype,
     ]  # fmt: skip
-    if model.lora is not None and not (model.lora.dora or model.lora.modules_to_save):
-        command += ["--lora-rank", str(model.lora.rank)]
+    if model.lora is not None and model.lora.served_rank:
+        command += ["--lora-rank", str(model.lora.served_rank)]
     if server.sleeps:
         command += ["--sleeps"]
+    if model.trust_remote_code:
+        command += ["--", "--trust-remote-code"]
 
     def works() -> bool:
         try:

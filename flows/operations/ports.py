@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from rl_core.errors import SettingsError
 
-__all__ = ["check_port", "holder"]
+__all__ = ["check_port", "check_ports", "holder"]
 
 HOST = "127.0.0.1"
 
@@ -51,3 +52,17 @@ def check_port(port: int, what: str, option: str) -> None:
             f"port {port}, meant for {what}, is taken by {holder(port)}; end that, or choose another port with "
             f"{option} (a port is fixed, so that links in runs and reports stay right)"
         )
+
+
+def check_ports(wanted: Sequence[tuple[int, str, str]]) -> None:
+    """As `check_port`, for the servers that are to run side by side; also if two of them are to have the same port.
+
+    wanted: port, purpose and option of each.
+    """
+    options: dict[int, str] = {}
+    for port, _, option in wanted:
+        if port in options:
+            raise SettingsError(f"{options[port]} and {option} are both {port}; each server needs a port of its own")
+        options[port] = option
+    for port, what, option in wanted:
+        check_port(port, what, option)

@@ -18,7 +18,7 @@ from typing import Any
 from flows.operations.checks import explain
 from flows.operations.database import prepare
 from flows.operations.managed_service import ManagedService
-from flows.operations.ports import check_port
+from flows.operations.ports import check_ports
 from flows.operations.processes import ProcessId, end_all, mark_of, spawn
 from flows.operations.registration import RegistrationRequest
 from flows.operations.services import ROOT, ServiceSpec, client_environment, mlflow_url, services
@@ -129,9 +129,7 @@ class Supervisor:
             self._say(f"ended {len(ended)} processes that an earlier `posttrain up` left behind")
         specs = services(self.output, self.options, prepare(self._address), self._mlflow_elsewhere)
         specs += self._also(self.output, self.mlflow)
-        for spec in specs:
-            if spec.port is not None:
-                check_port(spec.port, f"the {spec.name} server", spec.option)
+        check_ports([(spec.port, f"the {spec.name} server", spec.option) for spec in specs if spec.port is not None])
         self.servers = [ManagedService(spec, self.places.log(spec.name)) for spec in specs]
         self.state.services = [server.state for server in self.servers]
         self._say(f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ...")

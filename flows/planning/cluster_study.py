@@ -1,4 +1,4 @@
-"""ComparedLayout of layouts by simulation: workers beside a trainer, or shares of a number of GPUs."""
+"""Comparison of layouts by simulation: workers beside a trainer, or shares of a number of GPUs."""
 
 from __future__ import annotations
 

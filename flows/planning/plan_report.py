@@ -52,10 +52,11 @@ def plan_table(found: Sequence[ComparedLayout], title: str, width: int | None = 
     Console(file=out, width=width or 100, no_color=True).print(table)
     best = max(found, key=lambda one: one.speed_up)
     layout = best.run.layout
+    trainers = "which train, too" if layout.shares_gpus else f"{layout.trainers} trainers"
     how = "synchronous" if not layout.max_staleness else f"max_staleness {layout.max_staleness}"
     lines = [
         out.getvalue().rstrip(),
-        f"fastest: {layout.workers} workers, {layout.trainers} trainers, {how}: {best.speed_up:.2f} times the "
+        f"fastest: {layout.workers} workers, {trainers}, {how}: {best.speed_up:.2f} times the "
         "synchronous baseline. Simulated: learning at that staleness is another question",
     ]
     return "\n".join(lines)

@@ -76,14 +76,14 @@ class SimulatedWorld:
     dropped: int = 0  # rollouts begun anew
 
     def compute(self, seconds: float, wake: simpy.Event | None = None) -> Generator[Any, Any, float]:
-        """Compute for so long, or until `wake`; returns the seconds that were computed."""
+        """Compute for so long, or until `wake`; returns the seconds that were computed, however the clock rounds."""
         if seconds <= 0:
             return 0.0
         if self.cores is None:
             began = self.env.now
             done = self.env.timeout(seconds)
             yield done if wake is None else done | wake
-            return min(seconds, self.env.now - began)
+            return seconds if done.processed else min(seconds, self.env.now - began)
         left = seconds
         while left > _TINY:
             with self.cores.request() as request:
@@ -93,7 +93,7 @@ class SimulatedWorld:
             left -= part
             if wake is not None and wake.triggered:
                 break
-        return seconds - left
+        return seconds - left if left > _TINY else seconds
 
 
 class SimulatedWorker:
@@ -198,8 +198,8 @@ class _EngineRun:
         return self.slots - len(self.active) - len(self.waiting)
 
     def refill(self, tickets: deque[SimulatedGroup]) -> None:
-        """Take the next groups where slots are free."""
-        while tickets and len(self.queue) < self._free:
+        """Take all groups that the worker has: as `LiveWorker`, which takes as many as the trainer hands out."""
+        while tickets:
             self.queue += tickets.popleft().sequences
 
     def awaits(self, now: float) -> float | None:

@@ -57,6 +57,11 @@ class LoraSettings(Settings):
         if self.target_modules != "all-linear" and (both := set(self.target_modules) & set(self.modules_to_save)):
             raise SettingsError(f"modules_to_save: {sorted(both)[0]} is one of target_modules too; leave it out of one")
 
+    @property
+    def served_rank(self) -> int:
+        """Rank of the adapter that inference servers add to the base model; 0 = none: not DoRA, nor whole modules."""
+        return 0 if self.dora or self.modules_to_save else self.rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):

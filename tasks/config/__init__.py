@@ -75,7 +75,7 @@ def load(
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
         import_code: False imports nothing that the settings name by import path, nor checks what rests on it.
-        ask_servers: False lets the inference server of rollouts be away.
+        ask_servers: False lets the inference server or the Ray cluster of rollouts be away.
         warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
@@ -93,12 +93,16 @@ def load(
     return settings
 
 
-def from_dict(values: Mapping[str, Any], *, check_files: bool = True, import_code: bool = True) -> PipelineSettings:
+def from_dict(
+    values: Mapping[str, Any], *, check_files: bool = True, import_code: bool = True, ask_servers: bool = True
+) -> PipelineSettings:
     """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
 
     Raises: ConfigError.
     """
-    settings, problems = _check_all(values, Path() if check_files else None, [], import_code, check_files)
+    settings, problems = _check_all(
+        values, Path() if check_files else None, [], import_code, ask_servers and check_files
+    )
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
     return settings

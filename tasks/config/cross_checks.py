@@ -42,7 +42,7 @@ def check_combinations(
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
         import_code: False: no code that the settings name by import path is imported, nor what rests on it checked.
-        ask_servers: False: an inference server of rollouts need not be there yet.
+        ask_servers: False: an inference server or a Ray cluster of rollouts need not be there yet.
     """
     findings = [
         *_model(settings),

@@ -19,7 +19,7 @@ KEY: Key = (*POLICY, "rollouts")
 
 
 def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[Problem]:
-    """Problems of the workers or the server; `ask_servers`: an inference server has to answer already."""
+    """Problems of the workers or the server; `ask_servers`: a server or cluster has to answer already."""
     policy = settings.stages.policy
     if policy is None:
         return
@@ -32,7 +32,7 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
 
             read_schedule(rollouts.replay_schedule)
         elif rollouts.workers == "ray":
-            _check_cluster(policy, settings)
+            _check_cluster(policy, settings, ask=ask_servers)
         elif ask_servers:
             _check_server(policy, settings)
     except PosttrainError as error:
@@ -42,14 +42,14 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
         yield Problem((*KEY, *name.split(".")) if is_named else (*KEY, *where), text if is_named else str(error))
 
 
-def _check_cluster(policy: PolicySettings, settings: PipelineSettings) -> None:
-    """Ray is installed, its cluster answers, and its object store has room for the weights."""
+def _check_cluster(policy: PolicySettings, settings: PipelineSettings, *, ask: bool) -> None:
+    """Ray is installed, its cluster answers (`ask`), or its object store here has room for the weights."""
     from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
 
     check_ray()
-    if policy.rollouts.address is not None:
+    if policy.rollouts.address is not None and ask:
         check_address(policy.rollouts.address)
-    else:
+    elif policy.rollouts.address is None:
         check_store(weight_bytes(settings.model))
 
 
@@ -63,5 +63,4 @@ def _check_server(policy: PolicySettings, settings: PipelineSettings) -> None:
             f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
-    goes_alone = lora is not None and not lora.dora and not lora.modules_to_save
-    check_when_starting(policy.rollouts, shape_of(settings.model), lora.rank if lora is not None and goes_alone else 0)
+    check_when_starting(policy.rollouts, shape_of(settings.model), lora.served_rank if lora is not None else 0)

@@ -67,9 +67,12 @@ def close_dead_runs(tracking: Tracking, root: Path) -> list[DeadRun]:
 
 
 def _is_held(path: Path) -> bool:
-    """True = a living process holds the lock of a journal's file."""
+    """True = a living process holds the lock of a journal's file, or none can be told from here."""
     writable = os.access(path, os.W_OK)  # else it is somebody else's, which can be locked all the same
-    descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    except (FileNotFoundError, PermissionError):  # removed just now, or another user's alone
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

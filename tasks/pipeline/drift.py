@@ -242,19 +242,28 @@ def set_others_aside(final: Path) -> None:
 
 
 def finished_now(stages_folder: Path, settings: PipelineSettings) -> list[str]:
-    """The first stages, in their order, that are finished under the present settings and code.
+    """The first stages, in their order, that are finished under the present settings and code, each after those before.
 
     A run takes these as they are unless content of their inputs, such as data files, has changed.
     """
-    found = []
+    found: dict[str, list[str]] = {}  # stages and their keys
     for name in settings.stages.active:
         folder, now = stages_folder / name, present(settings, name)
-        keys = [path for path in folder.iterdir() if path.is_dir() and "." not in path.name] if folder.is_dir() else []
-        done = filter(None, (finished_conditions(path) for path in keys))
-        if not any(not changes(known, now, with_inputs=False) for known in done):
+        paths = [path for path in folder.iterdir() if path.is_dir() and "." not in path.name] if folder.is_dir() else []
+        done = {path.name: conditions for path in paths if (conditions := finished_conditions(path))}
+        done = {key: conditions for key, conditions in done.items() if _follows(conditions, found)}
+        keys = [key for key, conditions in done.items() if not changes(conditions, now, with_inputs=False)]
+        if not keys:
             break
-        found.append(name)
-    return found
+        found[name] = keys
+    return list(found)
+
+
+def _follows(conditions: Mapping[str, Any], found: Mapping[str, Sequence[str]]) -> bool:
+    """True = the run that finished the stage had exactly these before it; prepare_data may be made unasked."""
+    before = conditions.get("before") or {}
+    is_known = before.keys() <= {*found, "prepare_data"}
+    return is_known and all(before.get(name) in keys for name, keys in found.items())
 
 
 def newest_conditions(folder: Path) -> dict[str, Any] | None:

@@ -84,6 +84,21 @@ def recorded_seconds(folder: Path) -> float:
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
+_TRIES, _PAUSE_S = 5, 0.02
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock a file. One that looks for dead runs holds a lock for a moment, which counts as none."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if tries_left:
+                time.sleep(_PAUSE_S)
+    return False
+
+
 class LineLog:
     """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
 
@@ -99,11 +114,9 @@ class LineLog:
             self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise refused(path, error) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(self._fd):
             os.close(self._fd)
-            raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder") from None
+            raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder")
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0

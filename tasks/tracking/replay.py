@@ -7,6 +7,7 @@ one by its model's content, first has every older model of that name delivered, 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +57,14 @@ class Waiting:
 
 
 def journals(root: Path) -> Iterator[Path]:
-    """Folders of all journals under `root`, outer ones first."""
-    found = sorted(root.rglob("events.jsonl"), key=lambda path: (len(path.parts), path))
-    yield from (path.parent.parent for path in found if path == events_path(path.parent.parent))
+    """Folders of all journals under `root`, outer ones first; runs may rename and remove folders meanwhile."""
+    name = events_path(root).relative_to(root)  # .tracking/events.jsonl
+    found = [
+        Path(place).parent
+        for place, _, files in os.walk(root)
+        if os.path.basename(place) == name.parent.name and name.name in files
+    ]
+    yield from sorted(found, key=lambda folder: (len(folder.parts), folder))
 
 
 def start_of(folder: Path) -> dict[str, Any]:

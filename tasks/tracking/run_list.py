@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError, nearest
@@ -113,7 +112,7 @@ def list_runs(
     where: Sequence[str] = (),
     *,
     settings: bool = False,
-    gone: Mapping[str, str] = MappingProxyType({}),
+    gone: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, str]]:
     """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
 
@@ -121,7 +120,8 @@ def list_runs(
     Args:
         limit: pipeline runs (sweeps count as one, with their trials). where: conditions that all hold (`Filter`).
         settings: add a column of the settings in which the listed runs of one pipeline differ.
-        gone: ids of runs whose process is gone, which the store does not know yet, with what was found.
+        gone: is asked where runs go on, as the store says, for the ids of those whose process is gone, with what was
+            found: one that was killed is RUNNING there until the next run or `doctor --repair` says so.
     Raises: SettingsError for a condition that no run can be asked about.
     """
     found = _in_order(output, uri, limit, where, gone)
@@ -142,7 +142,7 @@ def run_records(
     limit: int = 50,
     where: Sequence[str] = (),
     *,
-    gone: Mapping[str, str] = MappingProxyType({}),
+    gone: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, Any]]:
     """The same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
     rows = [row for _, row in _in_order(output, uri, limit, where, gone)]
@@ -193,7 +193,7 @@ def _is_whole(row: RunRow) -> bool:
 
 
 def _in_order(
-    output: Path, uri: str | None, limit: int, where: Sequence[str], gone: Mapping[str, str]
+    output: Path, uri: str | None, limit: int, where: Sequence[str], gone: Callable[[], Mapping[str, str]]
 ) -> list[tuple[int, RunRow]]:
     """(depth, run): the newest pipeline run first, each followed by what is nested in it, the oldest first."""
     filters = [Filter(text) for text in where]
@@ -202,7 +202,8 @@ def _in_order(
     if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
         return []
     rows = tracking.list_runs(limit=_FILTERED if filters else min(50_000, 20 * limit))
-    rows = [_as_killed(row, gone[row.run_id]) if row.run_id in gone else row for row in rows]
+    dead = gone() if any(row.status == "RUNNING" for row in rows) else {}
+    rows = [_as_killed(row, dead[row.run_id]) if row.run_id in dead else row for row in rows]
     _check_known(filters, rows)
     known = {row.run_id for row in rows}
     children: dict[str, list[RunRow]] = {}

@@ -60,13 +60,13 @@ def comparisons():
 
 
 def study(kept):
-    """All rows; iterations 6, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
+    """All rows; iterations 24, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
     rows = []
     for name, (layout, rates, gpus, bounds, shares), about in comparisons():
         began = time.monotonic()
 
         def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, about=about):
-            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=6)
+            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=24)
             return rows_of(found, gpus=gpus, **about)
 
         rows += kept(name, compare)

@@ -1,5 +1,7 @@
 """First lines of a run: its stages, and those that are finished already under the same settings."""
 
+import dataclasses
+
 from helpers.stage_doubles import PipelineRun
 
 from flows.cli.opening import opening
@@ -13,11 +15,14 @@ def settings_of(tmp_path, **sft):
     return from_dict({"name": "t", "output": str(tmp_path), "environment": {"name": "arithmetic"}, "stages": stages})
 
 
-def finish(tmp_path, stage, **sft):
+def finish(tmp_path, *stages, model="org/name", **sft):
+    """Run stages one after the other, each from the one before."""
     pipeline_run = PipelineRun(tmp_path / "t" / "stages")
     pipeline_run.settings = settings_of(tmp_path, **sft)
-    settings = getattr(pipeline_run.settings.stages, stage)
-    run_stage(pipeline_run, stage, lambda context: {}, settings=settings, inputs={"model": "org/name"})
+    for stage in stages:
+        settings = getattr(pipeline_run.settings.stages, stage)
+        model = run_stage(pipeline_run, stage, lambda context: {}, settings=settings, inputs={"model": model})
+        pipeline_run.results[stage] = model
 
 
 def cached(text):
@@ -31,7 +36,7 @@ def test_stages_that_are_finished_are_named_up_to_the_first_that_is_not(tmp_path
     assert cached(opening(settings)) == ["cached   sft, unless data files have changed"]
     finish(tmp_path, "evaluate")  # of another run: its model may be a new one
     assert finished_now(tmp_path / "t" / "stages", settings) == ["sft"]
-    finish(tmp_path, "policy")
+    finish(tmp_path, "sft", "policy", "evaluate")
     assert cached(opening(settings)) == ["cached   sft, policy, evaluate, unless data files have changed"]
     assert cached(opening(settings, stages=["sft"])) == ["cached   sft, unless data files have changed"]
     assert opening(settings, stages=["sft"]).startswith("t: sft\n")
@@ -43,6 +48,18 @@ def test_a_changed_setting_is_not_called_cached(tmp_path):
     assert cached(opening(settings_of(tmp_path, learning_rate=2e-3))) == []
     finish(tmp_path, "sft", learning_rate=2e-3)
     assert cached(opening(settings_of(tmp_path))) == ["cached   sft, unless data files have changed"]  # the older one
+
+
+def test_a_stage_that_was_made_from_others_is_not_called_cached(tmp_path):
+    """The policy's own settings are the same; the run trains it anew from the other SFT, or without one."""
+    finish(tmp_path, "sft", "policy", learning_rate=2e-3)
+    finish(tmp_path, "sft")
+    assert cached(opening(settings_of(tmp_path))) == ["cached   sft, unless data files have changed"]
+    settings = settings_of(tmp_path)
+    alone = settings.stages.with_stages({"sft": None})
+    assert finished_now(tmp_path / "t" / "stages", dataclasses.replace(settings, stages=alone)) == []
+    finish(tmp_path, "policy")  # as a run of this stage alone, from a given model
+    assert cached(opening(settings)) == ["cached   sft, unless data files have changed"]
 
 
 def test_a_damaged_folder_is_left_to_the_run(tmp_path):

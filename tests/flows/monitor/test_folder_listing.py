@@ -42,3 +42,10 @@ def test_a_folder_that_is_gone_has_none(tmp_path):
     assert names(listing, folder) == ["a"]
     shutil.rmtree(folder)
     assert names(listing, folder) == []
+
+
+def test_a_link_to_nowhere_hides_no_other_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name, target in (("itself", "itself"), ("nothing", "none"), ("b", "a")):
+        (tmp_path / name).symlink_to(target)
+    assert names(FolderListing(), tmp_path) == ["a", "b"]

@@ -3,13 +3,14 @@
 import asyncio
 import json
 
-from helpers.monitor_runs import journal, make_run
+from helpers.monitor_runs import EPISODES, journal, make_run
 
 from flows.monitor.answers import Answers
 from flows.monitor.choice import WINDOW
 from flows.monitor.document import OwnDocument
 from flows.monitor.offers import choice_of
 from flows.monitor.reader import Reader
+from flows.monitor.views import TAB_NAMES
 
 RUN = "demo/2027-01-15-08-00-00"
 
@@ -62,7 +63,7 @@ def test_what_does_not_exist_counts_as_not_named(tmp_path):
     assert (choice.compare, choice.metrics, choice.groups, choice.outcome) == (
         (RUN,), ("reward/mean",), ("train",), "all"
     )  # fmt: skip
-    assert choice_of(reader, {"window": "999999"}).window == 100
+    assert [choice_of(reader, {"window": text}).window for text in ("999999", "9" * 5000)] == [100, WINDOW]
     assert choice_of(reader, {"first": "1"}, RUN).run == RUN
     gone = asked(Answers(reader), run="demo/none")  # the page is open already: the run was removed
     assert "no longer exists" in gone["blocks"][0]["lines"][0]
@@ -78,6 +79,22 @@ def test_lists_are_asked_for_again_when_they_offer_something_new(tmp_path, monke
     assert asked(answers)["offers"] == before
     journal(tmp_path / "demo/runs/2027-01-16-08-00-00", "demo · 2027-01-16 08:00:00", started=1_800_086_400)
     assert asked(answers, run=RUN)["offers"] != before
+
+
+def test_texts_and_numbers_that_json_has_no_room_for_end_no_page(tmp_path):
+    """A folder whose name is not UTF-8, an episode with half a surrogate pair, a number beyond 64 bits."""
+    output = tmp_path / "caf\udce9"
+    (nothing,) = asked(Answers(Reader(output)))["blocks"]
+    assert any("caf?" in line for line in nothing["lines"])
+    home = make_run(output)
+    rows = home / "stages/policy/bbbb.open/recent_rollouts.jsonl"
+    rows.write_text(
+        json.dumps({**EPISODES[0], "prompt": "half \ud83d", "turns": [{"action": "a", "observation": 2**70}]}) + "\n"
+    )
+    answers = Answers(Reader(output))
+    assert all(asked(answers, tab=name)["version"] for name in TAB_NAMES)
+    shown = json.dumps(asked(answers, tab="trajectories")["blocks"])
+    assert "half ?" in shown and str(2**70) in shown
 
 
 def answer_of(app, path="/", headers=()):

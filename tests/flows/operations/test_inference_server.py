@@ -7,9 +7,11 @@ import subprocess
 import pytest
 from helpers.serving import make_folder_of_model
 
+from flows.cli.main import main
 from flows.cli.parser import build_parser
-from flows.cli.service_commands import _to_sample
-from flows.operations.inference_server import check_startable
+from flows.cli.service_commands import _to_sample, _to_serve
+from flows.operations.inference_server import check_startable, inference_server
+from flows.parameters import read_settings
 from rl_core.errors import SettingsError
 from tasks.config import ConfigError, load
 
@@ -45,7 +47,13 @@ def config(tmp_path, model, python, *, address="127.0.0.1:8123", more="", server
 
 
 def test_what_is_started(tmp_path, model, python):
-    path = config(tmp_path, model, python, more=", lora: {rank: 12}, dtype: bfloat16", server="sleeps: true")
+    path = config(
+        tmp_path,
+        model,
+        python,
+        more=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true",
+        server="sleeps: true",
+    )
     more = []
     arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--output", str(tmp_path / "out")])
     assert _to_sample(arguments, more) == str(path)
@@ -58,6 +66,14 @@ def test_what_is_started(tmp_path, model, python):
     text = " ".join(command)
     assert f"serve {model} --served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16" in text
     assert "--max-lora-rank 16" in text and "--enable-sleep-mode" in text and f"--fingerprint-value {instance}" in text
+    assert command[-1] == "--trust-remote-code"
+
+
+@pytest.mark.parametrize("lora", ["{rank: 8, dora: true}", "{rank: 8, modules_to_save: [lm_head]}"])
+def test_an_adapter_that_cannot_be_served_alone_needs_no_room(tmp_path, model, python, lora):
+    settings = load(config(tmp_path, model, python, more=f", lora: {lora}"), ask_servers=False)
+    (spec,) = inference_server(settings, tmp_path / "out", "http://mlflow")
+    assert "--lora-rank" not in spec.command
 
 
 def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
@@ -67,6 +83,20 @@ def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
         ConfigError, match=r"served.yaml:7: stages.policy.rollouts.address: no inference server answers"
     ):
         load(path)
+
+
+def test_commands_that_sample_nothing_do_without_the_server(tmp_path, model, python, capsys):
+    """As `runs` while vLLM is away, and `up --serve` beside the `--rollouts` that starts it."""
+    path = config(tmp_path, model, python, address="127.0.0.1:9")
+    path.write_text(path.read_text() + "serving: {}\n")
+    here = ["--set", f"output={tmp_path / 'out'}"]
+    assert main(["why", "policy", str(path), *here]) == 0 and main(["runs", "--config", str(path), *here]) == 0
+    arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--serve", str(path)])
+    assert _to_serve(arguments)["serve"] == _to_sample(arguments, []) == str(path)
+    assert read_settings(str(path), ask_servers=False).name == "served"
+    capsys.readouterr()
+    for command in ("run", "validate", "retrain"):
+        assert main([command, str(path), *here]) == 2 and "no inference server answers" in capsys.readouterr().err
 
 
 def test_a_quantised_base_is_another_model(tmp_path, model, python):

@@ -15,7 +15,7 @@ from flows.operations.checks import SettingsError
 from flows.operations.commands import down, status, up
 from flows.operations.processes import MARK, ProcessId, mark_of
 from flows.operations.registration import declared
-from flows.operations.services import ROOT, services
+from flows.operations.services import ROOT, ServiceSpec, services
 from flows.operations.state import Options, ServiceState, State, StatePaths, write_state
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.locks import FolderLock
@@ -109,13 +109,22 @@ def test_another_database_than_last_time_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"prefect_port": 4300, "mlflow_port": 4300}, "--prefect-port and --mlflow-port are both 4300"),
+        ({"prefect_port": 4300, "mlflow_port": 4300}, "--mlflow-port and --prefect-port are both 4300"),
         ({"serve": "x.yaml", "serve_port": 4200}, "--prefect-port and --serve-port are both 4200"),
     ],
 )
 def test_two_servers_on_one_port_are_refused_before_anything_starts(given, named, tmp_path):
     with pytest.raises(SettingsError, match=named):
         up(tmp_path / "outputs", given)
+    assert not (tmp_path / "outputs" / "logs").exists()
+
+
+def test_a_server_beside_them_needs_a_port_of_its_own_too(tmp_path):
+    """As vLLM of `--rollouts`, whose address the config names."""
+    address = "the config's stages.policy.rollouts.address"
+    beside = ServiceSpec("rollouts", ("true",), {}, tmp_path, "http://x", lambda: True, address, 4200)
+    with pytest.raises(SettingsError, match=f"--prefect-port and {address} are both 4200"):
+        up(tmp_path / "outputs", {}, also=lambda output, mlflow: [beside])
     assert not (tmp_path / "outputs" / "logs").exists()
 
 

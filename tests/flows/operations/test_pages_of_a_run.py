@@ -143,7 +143,7 @@ def test_curves_open_with_success_reward_kl_entropy_and_length(pages):
         page.run(f"location.href = {link}.href")  # a click opens another window
         page.wait("document.querySelectorAll('.js-plotly-plot').length > 4", 120)
         text = page.run(TEXT)
-        names = ("Success while training", "Reward", "KL of one update", "Entropy", "Completion, tokens")
+        names = ("train/success_rate", "reward/mean", "policy/update_kl", "policy/entropy", "train/completion_tokens")
         places = [text.index(name) for name in names if name in text]
         assert len(places) >= 4 and places == sorted(places) and "window_filled" not in text
         assert page.run("location.hash").count("machine_learning") == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -11,6 +12,8 @@ from flows.planning.cluster_study import compare_shares, compare_workers, split
 from flows.planning.measured_rates import rates_from_records
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+from rl_core.storage.folders import seal_folder
+from tasks.config import from_dict, resolve
 
 RATES = "{step_seconds: 1, row_seconds: 0, load_seconds: 0, update_seconds: 4, token_seconds: 0, tokens: {mean: 10}}"
 CONFIG = """
@@ -48,6 +51,9 @@ def test_workers_of_a_file_of_rates(folder, capsys):
 def test_shares_of_gpus(folder, capsys):
     text = planned(capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "1")
     assert "4 GPUs, 4 x 2 rollouts" in text and "the same" in text
+    assert "fastest: 4 workers, which train, too, synchronous: 1.00 times" in planned(
+        capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,6 +104,33 @@ def test_the_baseline_of_shares_uses_every_gpu_for_both():
     assert same.speed_up == 1 and same.run is same.baseline
 
 
+def finish_stage(folder, key, workers=1, **row):
+    """A finished policy stage of four equal iterations of 4 x 2 rollouts."""
+    begun = folder / "outputs" / "planned" / "stages" / "policy" / f"{key}.open"
+    begun.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "time": 0, "metrics": row}) for step in range(4)]
+    (begun / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    policy = {"prompts_per_iteration": 4, "group_size": 2}
+    settings = resolve(from_dict({"name": "planned", "stages": {"policy": policy}}, check_files=False).stages.policy)
+    settings["rollouts"]["count"] = workers
+    seal_folder(begun, begun.with_suffix(""), extra={"settings": settings})
+
+
+def test_rates_are_of_the_batch_that_was_measured_whatever_is_planned(folder, capsys):
+    """8 rollouts of 50 tokens in 16 s: 8 s are 160 ms a step, and 8 s are 20 ms a row. Planned: 4 groups of 8."""
+    row = {"perf/rollout_seconds": 16.0, "perf/update_seconds": 8.0, "train/action_tokens": 50.0,
+           "train/action_tokens_p10": 50.0, "train/action_tokens_p90": 50.0}  # fmt: skip
+    finish_stage(folder, "a", **row)
+    arguments = ["--workers", "1", "--staleness", "0", "--set", "stages.policy.group_size=8", "--json"]
+    (found,) = json.loads(planned(capsys, *arguments))["layouts"]
+    assert found["iteration_seconds"] == pytest.approx(50 * (0.16 + 32 * 0.02) + 32 * 50 * 0.02)
+    finish_stage(folder, "b", workers=2, **row)
+    assert "policy/a" in json.loads(planned(capsys, *arguments))["rates"]  # of one worker, though older
+    shutil.rmtree(folder / "outputs" / "planned" / "stages" / "policy" / "a")
+    assert main(["plan", "mine.yaml", "--simulate"]) == 2
+    assert "no finished policy stage of planned in outputs that one worker sampled" in capsys.readouterr().err
+
+
 def test_rates_of_a_finished_stage_by_hand():
     """8 rollouts of 100 tokens each: 6 s of decoding, half by rows (800), half by steps (100); 1.6 s of update."""
     row = {"perf/rollout_seconds": 9.0, "perf/environment_seconds": 2.0, "perf/weight_sync_seconds": 1.0,
@@ -112,3 +145,15 @@ def test_rates_of_a_finished_stage_by_hand():
     assert rates_from_records([(0, row), (1, wide), (2, wide)], 8, 512).tokens.sigma == pytest.approx(0.541)
     with pytest.raises(DataError, match="fewer than three iterations"):
         rates_from_records([(0, row), (1, row)], 8, 512)
+
+
+def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder, capsys):
+    """17 batches begin at 0 and end at 10; with updates of no time an iteration takes 10/17 s, not none."""
+    rates = RATES.replace("update_seconds: 4", "update_seconds: 0")
+    (folder / "rates.yaml").write_text(rates)
+    arguments = ["--rates", "rates.yaml", "--workers", "1", "--staleness", "0,16", "--set",
+                 "stages.policy.sampling.slots=512"]  # fmt: skip
+    _, late = json.loads(planned(capsys, *arguments, "--json"))["layouts"]
+    assert late["iteration_seconds"] == pytest.approx(10 / 17)
+    assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
+    assert "17 batches begin at once" in (said := capsys.readouterr().err) and "simulate at least 19" in said

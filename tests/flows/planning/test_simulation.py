@@ -196,3 +196,26 @@ def test_free_slots_are_filled_up_to_the_bound():
     """4 groups begin at once, two of them wait for the update; at 14 two more begin, 4 s before version 2."""
     found = run({"max_staleness": 1, "refill": True}, 3)
     assert found.ends == [14, 18, 28] and found.ages == [{0: 40.0}, {1: 40.0}, {1: 16.0, 0: 24.0}]
+
+
+@pytest.mark.timeout(30)
+def test_a_step_that_is_short_beside_the_clock_comes_to_its_end():
+    """Updates of 10,000 s: the clock rounds to 7e-12 s and more, which are tokens at 0.1 us each."""
+    spread = LogNormalSpread(mean=1000, sigma=1)
+    layout = {"max_staleness": 1, "prompts": 4, "refill": True}
+    found = run(layout, 30, tokens=spread, step_seconds=1e-7, row_seconds=1e-8, update_seconds=1e4)
+    assert found.ends == pytest.approx([1e4 * (i + 1) for i in range(30)], abs=1)
+
+
+@pytest.mark.timeout(30)
+def test_slices_of_a_core_add_up_to_the_whole():
+    """32,768 tokens of 10 ms, and rounding of 0.01: what is left of the last slice is no token."""
+    for tokens in (9, 1000, 20_000, 32_768):
+        found = run({"cores": 1}, 2, tokens=LogNormalSpread(mean=tokens), step_seconds=0.01)
+        assert found.ends == pytest.approx([tokens * 0.01 + 4, 2 * (tokens * 0.01 + 4)])
+
+
+def test_dropped_rollouts_queue_behind_those_that_the_worker_has():
+    """One slot, three groups: group 1 has 4 of 10 tokens when version 1 arrives, and waits for group 2."""
+    layout = {"prompts": 1, "group_size": 1, "slots": 1, "max_staleness": 2, "refill": True, "partial": "drop"}
+    assert run(layout, 2).learned == [[0], [2]] and run(layout, 2).ends == [14, 28]

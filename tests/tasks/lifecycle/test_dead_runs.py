@@ -1,5 +1,6 @@
 """Killed runs: found by their lock, drained and marked; others are untouched."""
 
+import errno
 import json
 import os
 import signal
@@ -32,6 +33,36 @@ def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatc
     assert [gone.folder for gone in dead_runs(tmp_path)] == ([] if held else [folder])
     if lines is not None:
         lines.close()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT])
+def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(tmp_path, monkeypatch, number):
+    journal(tmp_path)
+    opened = os.open
+
+    def refuse(path, flags, *mode):
+        if Path(path).name == "events.jsonl":
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *mode)
+
+    assert len(dead_runs(tmp_path)) == 1
+    monkeypatch.setattr(os, "open", refuse)
+    assert dead_runs(tmp_path) == []
+
+
+def test_folders_may_go_while_runs_are_looked_for(tmp_path, monkeypatch):
+    """As of a stage that finishes, or of a checkpoint that makes room."""
+    folder, scan = journal(tmp_path), os.scandir
+    (tmp_path / "demo" / "checkpoint").mkdir()
+
+    def gone(path):
+        if Path(path).name == "checkpoint":
+            Path(path).rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert [found.folder for found in dead_runs(tmp_path)] == [folder]
+    assert not (tmp_path / "demo" / "checkpoint").exists()
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,3 +181,21 @@ def test_what_a_killed_process_left_beside_a_journal_is_removed_and_what_waits_i
     clear_journal(tmp_path, delivered)
     assert sorted(path.name for path in place.rglob("*") if path.is_file()) == ["b", "events.jsonl"]
     log.close()
+
+
+@pytest.mark.parametrize("seconds", [0.03, 10.0])
+def test_a_lock_that_is_held_for_a_look_is_waited_for_and_another_is_not(tmp_path, seconds):
+    """`posttrain runs` tries the lock of every journal, also of one that a run is about to take."""
+    path = tmp_path / "log.jsonl"
+    looks = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    timer = threading.Timer(seconds, os.close, [looks])
+    timer.start()
+    if seconds < 1:
+        LineLog(path).close()
+        timer.join()
+        return
+    with pytest.raises(FolderBusy, match="is being written by another run"):
+        LineLog(path)
+    timer.cancel()
+    os.close(looks)
