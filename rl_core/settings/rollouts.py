@@ -132,7 +132,7 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
             )
-        if not _SERVER.fullmatch(self.address):
+        if not _SERVER.fullmatch(self.address) or int(self.base_url.rpartition(":")[2]) > 65_535:
             raise SettingsError(f"address: {self.address!r} must be host:port of an inference server, or http(s)://...")
         if self.count != 1:
             raise SettingsError(f"count: {self.count} servers; give the address of one that has as many replicas")
@@ -149,7 +149,7 @@ class RolloutSettings(Settings):
     def base_url(self) -> str:
         """Address of the server, as `http://host:port`."""
         address = (self.address or "").rstrip("/")
-        return address if address.startswith("http") else f"http://{address}"
+        return address if "://" in address else f"http://{address}"
 
 
 @dataclass(frozen=True, kw_only=True)
