@@ -179,7 +179,7 @@ class BackendRow:
         self._context = self.limit
         self.action: list[int] = []
         self.logprobs: list[float] = []
-        self._uniforms = uniforms(sequence.seed, drawn + self.limit - len(self.ids))[drawn:]
+        self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids), drawn)
         self.num_sampled = 0
         self._hit_limit = False
         self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops

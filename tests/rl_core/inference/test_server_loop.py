@@ -67,9 +67,9 @@ def request(prompt, seed=0, *, tokens=12, stops=None, caller="", deadline=float(
     )
 
 
-def offline(model, asked):
+def offline(model, asked, eos=EOS):
     """Tokens and log-probabilities of the offline engine, one request after the other."""
-    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=CONTEXT)
+    backend = make_backend(model, eos_ids=eos, pad_id=0, max_length=CONTEXT)
     found = []
     for one in asked:
         sequence = AnswerSequence(one.prompt_ids, one.seed, one.sequence.stops)
@@ -141,6 +141,27 @@ def test_answers_equal_the_offline_engine(engine):
     assert len(served.ended()) == 18 and served.loop.state.parkings > 3
     same(asked, offline(model, asked))
     assert served.loop.state.active == served.loop.state.waiting == served.loop.state.parked == 0
+
+
+def test_ends_of_a_request_and_random_numbers_that_are_used_up(engine):
+    """Requests with ends of their own beside others, and one that goes on where another was cut."""
+    model, kind = engine
+    asked, ends = mixed(12), range(3, VOCAB, 5)
+    for one in asked[::2]:
+        one.end_ids = frozenset(ends)
+    whole = request([5, 9, 33], 7, tokens=9)
+    whole.end_ids = frozenset()
+    served = Served(model, kind=kind)
+    served.loop.submit([*asked, whole])
+    served.drain()
+    same(asked[::2], offline(model, asked[::2], ends))
+    same(asked[1::2], offline(model, asked[1::2]))
+    assert len(whole.sequence.tokens) == 9 and whole.sequence.hit_limit
+    rest = request([5, 9, 33, *whole.sequence.tokens[:4]], 7, tokens=5)
+    rest.end_ids, rest.drawn = frozenset(), 4
+    served.loop.submit([rest])
+    served.drain()
+    assert rest.sequence.tokens == whole.sequence.tokens[4:]
 
 
 def test_samples_do_not_depend_on_what_shares_the_slots():
