@@ -78,16 +78,15 @@ def sequence_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
-def uniforms(seed: int, count: int, drawn: int = 0) -> np.ndarray:
-    """float64 [count] in [0, 1): number t of a seed decides the sequence's t-th sampled token.
+def uniforms(seed: int, count: int, first: int = 0) -> np.ndarray:
+    """float64 [count] in [0, 1), from number `first` on: number t decides the sequence's t-th sampled token.
 
     Philox is counter-based (Salmon et al. 2011): the key is the sequence's seed, so what other sequences draw, and in
     which order, changes nothing, and earlier numbers need not be computed.
-    Args:
-        drawn: numbers of the seed before the first one, that are used up.
     """
-    blocks, within = divmod(drawn, 4)  # Philox gives four numbers for each value of its counter
-    return np.random.Generator(np.random.Philox(key=seed).advance(blocks)).random(within + count)[within:]
+    numbers = np.random.Philox(key=seed)
+    numbers.advance(first // 4)  # a step of its counter gives four numbers
+    return np.random.Generator(numbers).random(first % 4 + count)[first % 4 :]
 
 
 def draw(

@@ -21,7 +21,7 @@ from rl_core.environments.step_pool import PendingTurn
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.sampling import check_weights, log_probabilities, uniforms
+from rl_core.inference.sampling import check_weights, log_probabilities
 from rl_core.inference.served_requests import Progress, ServedRequest, TopTokens
 from rl_core.inference.slot_table import STEPS, SlotTable
 from rl_core.memory import MemoryFit
@@ -131,10 +131,7 @@ class ServedSlots(SlotTable):
         for slot, request, first in zip(places, requests, firsts, strict=True):
             prompt = request.prompt_ids
             limit = min(len(prompt) + request.sampling.max_completion_tokens, self._uniforms.shape[1])
-            self._place(slot, request, limit, request.sampling.temperature)
-            if request.drawn:
-                room = limit - len(prompt)
-                self._uniforms[slot, :room] = uniforms(request.seed, room, request.drawn)
+            self._place(slot, request, limit, request.sampling.temperature, request.drawn)
             self._is_plain[slot] = request.is_plain
             request.held_since = 0
             if len(first) < len(prompt) - 1:

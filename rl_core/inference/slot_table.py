@@ -111,8 +111,11 @@ class SlotTable(ABC):
         ]
         return found[: self._fit.limit]
 
-    def _place(self, slot: int, sequence: RolloutSequence, limit: int, temperature: float) -> None:
-        """Put a sequence into a slot whose cache holds all of its prompt but the last token."""
+    def _place(self, slot: int, sequence: RolloutSequence, limit: int, temperature: float, drawn: int = 0) -> None:
+        """Put a sequence into a slot whose cache holds all of its prompt but the last token.
+
+        `drawn`: random numbers of its seed that are used up.
+        """
         prompt = sequence.prompt_ids
         self._sequences[slot] = sequence
         self._pending[slot], self._length[slot] = prompt[-1], len(prompt) - 1
@@ -120,7 +123,7 @@ class SlotTable(ABC):
         self._sampled[slot] = self._acted[slot] = 0
         self._temperatures[slot] = temperature
         room = limit - len(prompt)
-        self._uniforms[slot, :room] = uniforms(sequence.seed, room)
+        self._uniforms[slot, :room] = uniforms(sequence.seed, room, drawn)
 
     def _compact(self, active: list[int]) -> None:
         """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.heads import score_batch
-from rl_core.models.logprob_record import fixed_ids
+from rl_core.models.logprob_record import fixed_ids, vocabulary_size
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
 
@@ -41,7 +41,7 @@ def fixed_scores(model: PreTrainedModel) -> list[ScoreRecord]:
     with evaluating(model):
         for number, row in enumerate(fixed_ids(model)):
             ids = row[: max(1, len(row) - number)]
-            ids[-1] = ids[-1] if ids[-1] != pad_id else (pad_id + 1) % model.config.vocab_size
+            ids[-1] = ids[-1] if ids[-1] != pad_id else (pad_id + 1) % vocabulary_size(model)
             found.append(ScoreRecord(ids, score_batch(model, [ids])[0]))
     return found
 

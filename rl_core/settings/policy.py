@@ -142,7 +142,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     rollouts: RolloutSettings = setting(
-        RolloutSettings(), doc="where they are played; with max_staleness 0 not part of the stage's key"
+        RolloutSettings(),
+        doc="where they are played; in the stage's key only what changes numbers: independent, staleness, a server",
     )
     numerics: NumericsGateSettings = setting(
         NumericsGateSettings(),

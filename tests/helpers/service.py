@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,17 @@ def new_run(engine: TrainingEngine, name: str, rank: int = 4, seed: int = 0, **a
         if "lora_B" in key:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
     engine.restore_model(name, state)
+
+
+RANKS = {"a": 4, "b": 1, "c": 16}  # of the training runs of `engine_with`, by name
+
+
+def engine_with(folder: Path, names: Iterable[str], **settings) -> TrainingEngine:
+    """An engine with these training runs, each of another rank."""
+    engine = make_engine(folder, **settings)
+    for name in names:
+        new_run(engine, name, rank=RANKS[name], seed=sorted(RANKS).index(name))
+    return engine
 
 
 def random_data(seed: int, rows: int = 3, *, policy: bool = False, shared: int = 0) -> tuple[Datum, ...]:

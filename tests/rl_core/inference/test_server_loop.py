@@ -157,6 +157,27 @@ def test_requests_with_end_tokens_of_their_own_share_the_slots_with_others(engin
     assert any(one.sequence.hit_limit for one in asked) and not all(one.sequence.hit_limit for one in asked)
 
 
+def test_ends_of_a_request_and_random_numbers_that_are_used_up(engine):
+    """Requests with ends of their own beside others, and one that goes on where another was cut."""
+    model, kind = engine
+    asked, ends = mixed(12), range(3, VOCAB, 5)
+    for one in asked[::2]:
+        one.end_ids = frozenset(ends)
+    whole = request([5, 9, 33], 7, tokens=9)
+    whole.end_ids = frozenset()
+    served = Served(model, kind=kind)
+    served.loop.submit([*asked, whole])
+    served.drain()
+    same(asked[::2], offline(model, asked[::2], ends))
+    same(asked[1::2], offline(model, asked[1::2]))
+    assert len(whole.sequence.tokens) == 9 and whole.sequence.hit_limit
+    rest = request([5, 9, 33, *whole.sequence.tokens[:4]], 7, tokens=5)
+    rest.end_ids, rest.drawn = frozenset(), 4
+    served.loop.submit([rest])
+    served.drain()
+    assert rest.sequence.tokens == whole.sequence.tokens[4:]
+
+
 def test_samples_do_not_depend_on_what_shares_the_slots():
     """To the last bit, alone and among others, parked and not."""
     if fused_decode.load() is None:

@@ -16,6 +16,10 @@ from tasks.pipeline.key import stage_key
         ({"address": "127.0.0.1:6379"}, "address: '127.0.0.1:6379' is of workers"),
         ({"workers": "ray", "address": "head"}, "address: 'head' must be host:port of a Ray cluster's head, or auto"),
         ({"replay_schedule": "schedule.jsonl"}, "replay_schedule: is of a run with max_staleness above 0"),
+        (
+            {"workers": "server", "address": "gpu-1:80000"},
+            "address: 'gpu-1:80000' must be host:port of an inference server",
+        ),
     ],
 )
 def test_settings_of_workers_need_workers(options, message):
@@ -55,3 +59,16 @@ def test_the_key_holds_what_decides_numbers():
     late = [key(workers="ray", max_staleness=1), key(workers="ray", max_staleness=1, partial="drop")]
     assert len({key(), *apart, *late}) == 4
     assert key(workers="ray", max_staleness=1, count=3) == late[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("https://gpu-1:443/", "https://gpu-1:443"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("httpd-3:8000", "http://httpd-3:8000"),  # a host, no scheme
+    ],
+)
+def test_the_url_of_an_inference_server(address, url):
+    assert RolloutSettings(workers="server", address=address).base_url == url

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.service import (
+    RANKS,
     bits,
+    engine_with,
     loss_request,
     make_base,
-    make_engine,
     merged_gradient,
-    new_run,
     random_data,
     step_request,
 )
@@ -20,7 +20,6 @@ from rl_core.errors import ServiceError
 from rl_core.service import batched_pass, pass_planner
 from rl_core.service.requests import CreateModel, Datum
 
-RUNS = {"a": 4, "b": 1, "c": 16}  # different ranks side by side
 needs_compiled_code = pytest.mark.skipif(
     (gemm.load_tiles() or gemm.load_vectors()) is None, reason="needs compiled matrix products"
 )
@@ -36,25 +35,18 @@ def plain(result):
     return bits([list(map(dict, result.outputs)), dict(result.metrics)])
 
 
-def with_runs(folder, names, **settings):
-    engine = make_engine(folder, **settings)
-    for name in names:
-        new_run(engine, name, rank=RUNS[name], seed=sorted(RUNS).index(name))
-    return engine
-
-
 @needs_compiled_code
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_run_in_a_batch_is_the_run_alone(base_folder, threads):
     torch.set_num_threads(threads)
     try:
-        together = with_runs(base_folder, RUNS)
+        together = engine_with(base_folder, RANKS)
         assert together.base_info("base").batches_runs
-        answers = together.forward_backward([requests_of(name, index) for index, name in enumerate(RUNS)])
+        answers = together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
     finally:
         torch.set_num_threads(1)
-    for index, name in enumerate(RUNS):
-        alone = with_runs(base_folder, [name])
+    for index, name in enumerate(RANKS):
+        alone = engine_with(base_folder, [name])
         (answer,) = alone.forward_backward([requests_of(name, index)])
         assert plain(answer) == plain(answers[index])
         assert len(together.state_dict(name)["gradient"]) > 20
@@ -65,11 +57,11 @@ def test_a_run_in_a_batch_is_the_run_alone(base_folder, threads):
 def test_equal_sequences_of_two_runs_share_nothing(base_folder):
     """A common beginning is computed once within a run; another run's adapter gives it other states."""
     data = random_data(2, 4, shared=12)
-    together = with_runs(base_folder, ["a", "c"])
+    together = engine_with(base_folder, ["a", "c"])
     answers = together.forward_backward([loss_request(name, data) for name in ("a", "c")])
     assert answers[0].loss != answers[1].loss
     for name, answer in zip(("a", "c"), answers, strict=True):
-        alone = with_runs(base_folder, [name])
+        alone = engine_with(base_folder, [name])
         assert plain(alone.forward_backward([loss_request(name, data)])[0]) == plain(answer)
         assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
 
@@ -80,10 +72,10 @@ def test_equal_sequences_of_two_runs_share_nothing(base_folder):
 )
 def test_other_families_keep_runs_apart_too(tmp_path, family):
     folder = make_base(tmp_path / "base", config_class=family[0], model_class=family[1], tie_word_embeddings=True)
-    together = with_runs(folder, RUNS)
-    together.forward_backward([requests_of(name, index) for index, name in enumerate(RUNS)])
-    for index, name in enumerate(RUNS):
-        alone = with_runs(folder, [name])
+    together = engine_with(folder, RANKS)
+    together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
+    for index, name in enumerate(RANKS):
+        alone = engine_with(folder, [name])
         alone.forward_backward([requests_of(name, index)])
         assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
 
@@ -98,15 +90,15 @@ def test_the_runs_do_share_a_pass_and_settings_forbid_it(base_folder, monkeypatc
 
     monkeypatch.setattr(pass_planner, "run_pass", noting)
     for batch_runs, expected in (("always", [3]), ("never", [1, 1, 1])):
-        engine = with_runs(base_folder, RUNS, batch_runs=batch_runs)
-        engine.forward_backward([requests_of(name, index) for index, name in enumerate(RUNS)])
+        engine = engine_with(base_folder, RANKS, batch_runs=batch_runs)
+        engine.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
         assert sizes == expected
         sizes.clear()
 
 
 def test_the_gradient_is_autograds_of_the_merged_model(base_folder):
     """Against torch in float64: W + scale B A in place of W, one datum after the other, to float32's rounding."""
-    engine = with_runs(base_folder, ["a"])
+    engine = engine_with(base_folder, ["a"])
     data = random_data(5, 4)
     engine.forward_backward([loss_request("a", data)])
     run = engine._run("a")
@@ -124,14 +116,14 @@ def test_interleaved_tenants_get_the_bits_of_a_run_alone(base_folder):
 
     def work(engine, names, rounds=3):
         for number in range(rounds):
-            engine.forward_backward([requests_of(name, 10 * number + sorted(RUNS).index(name)) for name in names])
+            engine.forward_backward([requests_of(name, 10 * number + sorted(RANKS).index(name)) for name in names])
             for name in names:
                 engine.optim_step(step_request(name))
         return {name: bits(engine.state_dict(name)) for name in names}
 
-    both = work(with_runs(base_folder, ["a", "c"]), ["a", "c"])
+    both = work(engine_with(base_folder, ["a", "c"]), ["a", "c"])
     for name in ("a", "c"):
-        assert work(with_runs(base_folder, [name]), [name])[name] == both[name]
+        assert work(engine_with(base_folder, [name]), [name])[name] == both[name]
 
 
 @needs_compiled_code
@@ -139,15 +131,15 @@ def test_the_size_of_passes_changes_nothing(base_folder):
     """`pass_tokens` splits passes between runs; `micro_batch_tokens` is part of a run's order of sums."""
     states = []
     for most in (32768, 40, 1):
-        engine = with_runs(base_folder, RUNS, pass_tokens=most, micro_batch_tokens=30)
-        engine.forward_backward([requests_of(name, index) for index, name in enumerate(RUNS)])
-        states.append({name: bits(engine.state_dict(name)) for name in RUNS})
+        engine = engine_with(base_folder, RANKS, pass_tokens=most, micro_batch_tokens=30)
+        engine.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
+        states.append({name: bits(engine.state_dict(name)) for name in RANKS})
     assert states[0] == states[1] == states[2]
 
 
 def test_gradients_add_up_over_requests_and_parts(base_folder):
     data = random_data(3, 6)
-    whole, parts = with_runs(base_folder, ["a"]), with_runs(base_folder, ["a"], micro_batch_tokens=12)
+    whole, parts = engine_with(base_folder, ["a"]), engine_with(base_folder, ["a"], micro_batch_tokens=12)
     whole.forward_backward([loss_request("a", data)])
     answers = parts.forward_backward([loss_request("a", data[:2]), loss_request("a", data[2:])])
     for name, gradient in whole.state_dict("a")["gradient"].items():
@@ -156,7 +148,7 @@ def test_gradients_add_up_over_requests_and_parts(base_folder):
 
 
 def test_forward_only_leaves_no_gradient(base_folder):
-    engine = with_runs(base_folder, ["a"])
+    engine = engine_with(base_folder, ["a"])
     (looked,) = engine.forward_backward([requests_of("a", 0, forward_only=True)])
     assert engine.state_dict("a")["gradient"] == {}
     (learned,) = engine.forward_backward([requests_of("a", 0)])
@@ -165,7 +157,7 @@ def test_forward_only_leaves_no_gradient(base_folder):
 
 def test_a_fault_of_one_request_is_its_own(base_folder):
     """A bad one beside two good ones, and one whose loss is refused in the middle of a pass."""
-    engine = with_runs(base_folder, RUNS)
+    engine = engine_with(base_folder, RANKS)
     rewards = [
         Datum(d.tokens, {"target_tokens": d.inputs["target_tokens"], "logprobs": d.inputs["weights"],
                          "rewards": np.ones(len(d.tokens), np.float32), "mask": np.zeros(len(d.tokens), np.float32)})
@@ -181,7 +173,7 @@ def test_a_fault_of_one_request_is_its_own(base_folder):
 
 
 def test_a_whole_model_is_trained_beside_adapters(base_folder):
-    engine = with_runs(base_folder, ["a"])
+    engine = engine_with(base_folder, ["a"])
     engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
     before = bits(engine.state_dict("a")["model"])
     base = bits(dict(engine._base("base").model.state_dict()))

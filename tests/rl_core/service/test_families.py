@@ -2,12 +2,13 @@
 
 import pytest
 from helpers.service import (
+    RANKS,
     bits,
+    engine_with,
     loss_request,
     make_base,
     make_engine,
     merged_gradient,
-    new_run,
     random_data,
     step_request,
 )
@@ -35,7 +36,7 @@ FAMILIES = {
     "phi": (PhiConfig, PhiForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
 }
-RUNS = {"a": 4, "b": 2}
+RUNS = ("a", "b")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,20 +46,13 @@ def folder(request, tmp_path_factory):
     return make_base(place, config_class=config, model_class=model, tie_word_embeddings=False)
 
 
-def engine_with(folder, names):
-    engine = make_engine(folder)
-    for name in names:
-        new_run(engine, name, rank=RUNS[name], seed=RUNS[name])
-    return engine
-
-
 def trained(folder, names):
     """States with a gradient, after an update and another pass."""
     engine = engine_with(folder, names)
     assert not engine.base_info("base").batches_runs
     assert "is of another family than Llama, Qwen2, Qwen3" in engine.base_info("base").note
     for seed in (1, 2):
-        found = engine.forward_backward([loss_request(name, random_data(seed * RUNS[name])) for name in names])
+        found = engine.forward_backward([loss_request(name, random_data(seed * RANKS[name])) for name in names])
         assert not any(isinstance(one, ServiceError) for one in found), found
         if seed == 1:
             engine.optim_steps([step_request(name) for name in names])

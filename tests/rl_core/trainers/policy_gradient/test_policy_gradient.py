@@ -320,3 +320,9 @@ def test_rollouts_that_are_all_truncated_leave_the_weights_alone(tokenizer, opti
 def test_masking_truncated_rollouts_is_refused_with_a_critic():
     with pytest.raises(SettingsError, match=r"mask_truncated: .*critic\.bootstrap_limits"):
         PolicySettings(algorithm="ppo", mask_truncated=True)
+
+
+def test_a_reference_is_frozen_and_without_dropout(tokenizer):
+    reference = make_trainer(tokenizer).policy.train()
+    make_trainer(tokenizer, kl_coef=0.1, reference=reference)
+    assert not reference.training and not any(parameter.requires_grad for parameter in reference.parameters())
