@@ -31,7 +31,7 @@ TEXT = "(document.body || {innerText: ''}).innerText"
 
 
 class Pages(Team):
-    """The servers, a deployment of the pipeline as small as it can be, and a finished run of it."""
+    """The servers, a deployment of the pipeline as small as it can be, and two finished runs of it."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, "")
@@ -43,13 +43,21 @@ class Pages(Team):
         self.flow_run = ""
 
     def play(self) -> None:
-        """A run that changes one setting in the form."""
+        """Two runs that change settings in the form."""
         self.up("--detach")
         self.deployment = self.api("/deployments/name/post-training/demo")["id"]
-        asked = {"parameters": {"main": {**self.main, "sft_learning_rate": 0.004}}}
-        self.flow_run = self.api(f"/deployments/{self.deployment}/create_flow_run", asked)["id"]
-        wait_for(lambda: self.state_of(self.flow_run) not in ("SCHEDULED", "PENDING", "RUNNING"), "the run's end")
-        assert self.state_of(self.flow_run) == "COMPLETED"
+        self.flow_run = self.finished(sft_learning_rate=0.004)
+        self.finished(
+            sft_learning_rate=0.004, kl_coef=0.01
+        )  # what differs from the run before is told of the second one
+
+    def finished(self, **changed: float) -> str:
+        """The id of a flow run with settings changed in the form, once it is completed."""
+        asked = {"parameters": {"main": {**self.main, **changed}}}
+        flow_run = self.api(f"/deployments/{self.deployment}/create_flow_run", asked)["id"]
+        wait_for(lambda: self.state_of(flow_run) not in ("SCHEDULED", "PENDING", "RUNNING"), "the run's end")
+        assert self.state_of(flow_run) == "COMPLETED"
+        return flow_run
 
     def artifacts(self) -> list[dict]:
         return self.api("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [self.flow_run]}}})
@@ -127,10 +135,14 @@ def test_the_table_of_runs_says_what_was_changed_and_whether_it_helped(pages):
         f"/experiments/{experiment}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
     ) as page:
         page.wait(f"{TEXT}.includes('result') && {TEXT}.includes('test ·')", 120)
-        heads = page.run("[...document.querySelectorAll('[role=columnheader]')].map(e => e.innerText.trim())")
+        heads = page.run(  # from left to right, which is not their order in the document
+            "[...document.querySelectorAll('[role=columnheader]')].map(e => [e.getBoundingClientRect().left, "
+            "e.innerText.trim()]).sort((a, b) => a[0] - b[0]).map(e => e[1])"
+        )
         wanted = ["result", "changed", "success_rate/base", "success_rate/sft"]
         places = [heads.index(name) for name in wanted if name in heads]
         assert {"result", "changed"} <= set(heads) and places == sorted(places)
+        assert page.wait(f"{TEXT}.includes('kl_coef')")
         assert page.wait(f"/sft [\\d.]+% \\[/.test({TEXT})")  # success with its interval, in the column `result`
 
 
