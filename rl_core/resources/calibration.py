@@ -1,0 +1,250 @@
+"""Measurement of this machine's speeds and of a process's own memory, in about half a minute.
+
+Every speed is taken several times, all of them in turn, so that a neighbour's load spreads over them; small models of
+the widths in `SHAPES` stand for those that are planned.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.cpu import kernels, packed_vectors
+from rl_core.cpu.int8_gemm import load as int8_products
+from rl_core.errors import BackendError
+from rl_core.inference.engine import make_backend
+from rl_core.machine_memory import machine_memory
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.resources.model_shape import ModelShape, shape_of
+from rl_core.resources.stage_work import decoding_work, scoring_work, training_work
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.settings import SamplingSettings, SFTSettings
+from rl_core.settings.machine import MachineSettings, MeasuredSpeed, ProductSpeed
+from rl_core.trainers.sft import SFTTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["calibrate", "process_bytes", "train_and_sample"]
+
+# hidden, layers, heads, key/value heads, inner: 0.7M to 23M parameters
+SHAPES = ((128, 4, 4, 2, 344), (256, 4, 4, 2, 688), (512, 4, 8, 4, 1376), (1024, 2, 16, 8, 2752))
+NANO = (64, 2, 4, 2, 96)  # heads of 16 dimensions, as compiled code needs
+VOCABULARY, ROWS, LENGTH = 512, 16, 64  # of a training step: 1024 tokens
+SLOTS, PROMPT, NEW = 64, 8, 24  # of a decoding run
+FEW = 4  # sequences of the run whose difference to `SLOTS` gives the cost of a sequence
+COPIED = 2**26  # float32 values of the copy: 256 MiB, which no cache holds
+PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
+REPEATS = 4
+
+_ONE_STEP = "from rl_core.resources.calibration import train_and_sample as work; work()"
+_PEAK = "; from rl_core.machine_memory import peak_resident_bytes as peak; print(peak())"
+
+
+def calibrate(name: str, *, pipeline_imports: Sequence[str] = (), repeats: int = REPEATS) -> MachineSettings:
+    """Speeds of this machine with torch's present number of threads.
+
+    Args:
+        name: of the processor, for people.
+        pipeline_imports: modules that a pipeline's process has beside rl_core.
+    Raises: BackendError where a process that measures memory fails.
+    """
+    library = process_bytes()
+    pipeline = process_bytes(pipeline_imports) - library if pipeline_imports else 0
+    copy, read = _memory_speeds(repeats)
+    models = [(shape, _model(shape)) for shape in SHAPES]
+    sizes = [shape_of(model, LENGTH) for _, model in models]
+    step, row = _decode_overhead(repeats)
+    training = [_training_seconds(model) for _, model in models]
+    scoring = [_scoring_seconds(model) for _, model in models]
+    decoding = [_decoding_seconds(model, SLOTS) for _, model in models]
+    seconds = _in_turn([*training, *scoring, *decoding], repeats)
+    count = len(models)
+    found: dict[str, Any] = {
+        "training": [_training_speeds(*pair, copy) for pair in zip(sizes, seconds[:count], strict=True)],
+        "scoring": [_scoring_speeds(*pair) for pair in zip(sizes, seconds[count : 2 * count], strict=True)],
+        "decoding": [_decoding_speeds(*pair, step, row) for pair in zip(sizes, seconds[2 * count :], strict=True)],
+    }
+    return MachineSettings(
+        name=name, threads=torch.get_num_threads(), memory_bytes=machine_memory(), library_bytes=library,
+        pipeline_bytes=max(0, pipeline), packed_weight_bytes=_packed_weight_bytes(), decode_step_seconds=step,
+        decode_row_seconds=row, copy_bytes_per_second=copy, read_bytes_per_second=read, products=_products(repeats),
+        **{kind: tuple(speeds) for kind, speeds in found.items()},
+    )  # fmt: skip
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def process_bytes(imports: Sequence[str] = ()) -> int:
+    """Peak resident memory of a fresh process that trains and samples from a tiny model, with further imports.
+
+    Raises: BackendError where it fails.
+    """
+    code = "".join(f"import {name}; " for name in imports) + _ONE_STEP + _PEAK
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    if done.returncode:
+        raise BackendError(f"a process that measures memory failed: {done.stderr.strip().splitlines()[-1:]}")
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+def train_and_sample() -> None:
+    """One optimizer step and a few sampled tokens of a tiny model: loads what every stage loads."""
+    model = _model(NANO)
+    _training_seconds(model)()
+    _decoding_seconds(model, FEW)()
+
+
+# -- work that is timed ------------------------------------------------------------------------------------------------
+
+
+class _Sequence:
+    """One turn of sampled tokens, up to the limit."""
+
+    def __init__(self, seed: int) -> None:
+        self.prompt_ids = [3 + seed % 8, *range(4, 3 + PROMPT)]
+        self.seed = seed
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> None:
+        """Ends."""
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        return False
+
+
+def _model(shape: tuple[int, int, int, int, int]) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, heads, kv_heads, inner = shape
+    config = LlamaConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=inner, vocab_size=VOCABULARY, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).float()
+
+
+def _rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator).tolist()
+
+
+def _training_seconds(model: PreTrainedModel) -> Callable[[], float]:
+    rows = [(row, [False] + [True] * (LENGTH - 1)) for row in _rows()]
+    trainer = SFTTrainer(model, 0, rows, [], SFTSettings(batch_size=ROWS, epochs=1000, learning_rate=1e-5), 0)
+    return _timed(trainer.step)
+
+
+def _scoring_seconds(model: PreTrainedModel) -> Callable[[], float]:
+    rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _rows()]
+    (batch,) = make_batches(rows, ROWS * LENGTH, 0)
+
+    def score() -> None:
+        with evaluating(model), torch.no_grad():
+            completion_logprobs(model, batch)
+
+    return _timed(score)
+
+
+def _decoding_seconds(model: PreTrainedModel, slots: int) -> Callable[[], float]:
+    engine = make_backend(model, eos_ids=(), pad_id=0, max_length=PROMPT + NEW)
+    sampling = SamplingSettings(max_completion_tokens=NEW, slots=slots)
+    return _timed(lambda: engine.run([_Sequence(seed) for seed in range(slots)], sampling))
+
+
+def _timed(work: Callable[[], object]) -> Callable[[], float]:
+    def run() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return run
+
+
+def _in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[list[float]]:
+    """Seconds of every repeat of each; a first call of each is left out."""
+    found: list[list[float]] = [[] for _ in works]
+    for repeat in range(repeats + 1):
+        for work, seconds in zip(works, found, strict=True):
+            spent = work()
+            if repeat:
+                seconds.append(spent)
+    return found
+
+
+# -- speeds ------------------------------------------------------------------------------------------------------------
+
+
+def _speeds(hidden: int, flops: float, seconds: Sequence[float]) -> MeasuredSpeed:
+    speeds = sorted(flops / spent for spent in seconds)
+    return MeasuredSpeed(
+        hidden_size=hidden, median=statistics.median(speeds), slowest=speeds[0], fastest=speeds[-1]
+    )  # fmt: skip
+
+
+def _training_speeds(shape: ModelShape, seconds: Sequence[float], copy: float) -> MeasuredSpeed:
+    work = training_work(
+        shape, SFTSettings(), rows=ROWS, length=LENGTH, loss_length=LENGTH - 1, updates=1, micro_batches=1
+    )
+    traffic = work.traffic_bytes / copy
+    return _speeds(shape.hidden, work.training_flops, [max(spent / 2, spent - traffic) for spent in seconds])
+
+
+def _scoring_speeds(shape: ModelShape, seconds: Sequence[float]) -> MeasuredSpeed:
+    work = scoring_work(shape, rows=ROWS, length=LENGTH, loss_length=LENGTH - 1)
+    return _speeds(shape.hidden, work.scoring_flops, seconds)
+
+
+def _decoding_speeds(shape: ModelShape, seconds: Sequence[float], step: float, row: float) -> MeasuredSpeed:
+    work = decoding_work(
+        shape, sequences=SLOTS, prompts=0, prompt_length=PROMPT, new_tokens=NEW, slots=SLOTS, item=4.0
+    )
+    fixed = work.decode_steps * step + work.decode_rows * row
+    return _speeds(shape.hidden, work.decoding_flops, [max(spent / 4, spent - fixed) for spent in seconds])
+
+
+def _decode_overhead(repeats: int) -> tuple[float, float]:
+    """Seconds of a step and of a sequence in it, from runs of few and of many sequences of a model of next to no work."""
+    model = _model(NANO)
+    few, many = (
+        statistics.median(seconds) / NEW
+        for seconds in _in_turn([_decoding_seconds(model, slots) for slots in (FEW, SLOTS)], repeats)
+    )
+    row = max(0.0, (many - few) / (SLOTS - FEW))
+    return max(0.0, few - FEW * row), row
+
+
+def _memory_speeds(repeats: int) -> tuple[float, float]:
+    """Bytes a second of copying, both directions counted, and of reading."""
+    source, target = torch.ones(COPIED), torch.zeros(COPIED)
+    copying, reading = _in_turn([_timed(lambda: target.copy_(source)), _timed(source.sum)], repeats)
+    return 8 * COPIED / statistics.median(copying), 4 * COPIED / statistics.median(reading)
+
+
+def _products(repeats: int) -> tuple[ProductSpeed, ...]:
+    def product(size: int) -> Callable[[], float]:
+        left, right = torch.ones(PRODUCT_ROWS, size), torch.ones(size, size)
+        return _timed(lambda: kernels.linear(left, [right]))
+
+    seconds = _in_turn([product(size) for size in PRODUCT_SIZES], repeats)
+    return tuple(
+        ProductSpeed(rows=PRODUCT_ROWS, size=size, median=2 * PRODUCT_ROWS * size**2 / statistics.median(spent))
+        for size, spent in zip(PRODUCT_SIZES, seconds, strict=True)
+    )
+
+
+def _packed_weight_bytes() -> float:
+    """Bytes of a weight in the layout of rollouts, of a matrix of 1024 x 1024."""
+    products = int8_products() or packed_vectors.load()
+    return 4.0 if products is None else products.size(1024, 1024) / 2**20
