@@ -318,7 +318,9 @@ class _Stage:
     def _update(
         self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch, beside: Mapping[str, int]
     ) -> list[Phase]:
-        return update_phases(shape, block, self.place, self._activations(shape, block, batch), batch.count, beside)
+        activations = self._activations(shape, block, batch)
+        evaluates = isinstance(block, LoopSettings) and block.eval_every > 0
+        return update_phases(shape, block, self.place, activations, batch.count, beside, evaluates=evaluates)
 
     def _activations(self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch) -> Activations:
         autocast = block.autocast == "bfloat16"

@@ -110,7 +110,7 @@ def held_by_training(shape: ModelShape, settings: OptimizerSettings, place: Plac
 
 def update_phases(
     shape: ModelShape, settings: OptimizerSettings, place: Placement, activations: Activations, micro_batches: int,
-    beside: Mapping[str, int],
+    beside: Mapping[str, int], *, evaluates: bool = False,
 ) -> list[Phase]:  # fmt: skip
     """Phases of an optimizer step: the backward pass, the update itself, a checkpoint.
 
@@ -118,8 +118,10 @@ def update_phases(
     is there from the start.
     Args:
         beside: what stands in memory meanwhile, in bytes by part.
+        evaluates: True = the weights of the best evaluation are kept while training goes on.
     """
-    held = held_by_training(shape, settings, place)
+    best = {"best model": -(-place.item * shape.trainable // place.processes)}
+    held = held_by_training(shape, settings, place) | (best if evaluates else {})
     share = place.processes
     gradients = 4 * shape.trainable
     whole = _unsharded(shape, place)
@@ -145,7 +147,8 @@ def update_phases(
     temporary = _optimizer_temporary(shape, settings)
     update = {**beside, **held, "gradients": -(-gradients // share), "optimizer temporaries": temporary}
     moments = held.get("optimizer moments", 0) + 4 * shape.trainable // share
-    saved = {**beside, **held, "checkpoint buffer": min(_SHARD_BYTES, moments)}
+    buffer = 2 * min(_SHARD_BYTES, moments) if place.device == "cpu" else 0  # built, then as bytes; of the host
+    saved = {**beside, **held, **best, "checkpoint buffer": buffer}
     named = (("backward", backward), ("optimizer step", update), ("checkpoint", saved))
     return [Phase(name, {part: size for part, size in parts.items() if size}) for name, parts in named]
 

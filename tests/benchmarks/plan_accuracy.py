@@ -120,21 +120,25 @@ def planned(case, output, machine_file):
     from flows.planning.plan_target import Lengths, target_machine
     from flows.planning.stage_plans import plan_stage
     from flows.runtime.settings_files import read_settings_file
+    from rl_core.resources.stage_memory import StageMemory
     from rl_core.settings.machine import MachineSettings
     from tasks.config import from_dict
 
     machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
     target = target_machine(dataclasses.replace(machine, pipeline_bytes=0))
     model = {"path": str(folder_of(case, output)), **({"lora": {}} if case["lora"] else {})}
-    values = {"name": "planned", "model": model, "stages": {case["stage"]: case["settings"]}}
+    data = {"heldout_fraction": 1e-6}  # all rows are trained on
+    values = {"name": "planned", "model": model, "stages": {"prepare_data": data, case["stage"]: case["settings"]}}
     settings = from_dict(values, check_files=False, import_code=False)
     is_policy = case["stage"] == "policy"
     steps = case["settings"]["iterations"] if is_policy else STEPS
     rows = None if is_policy else steps * case["settings"]["batch_size"]
     plan = plan_stage(case["stage"], settings, target, Lengths(case["length"], PROMPT, None, rows))
-    peak = plan.memory.peak
+    phases = [phase for phase in plan.memory.phases if "checkpoint" not in phase.name]  # no loop saves here
+    memory = StageMemory(tuple(phases))
+    peak = memory.peak
     return {
-        "parameters": plan.parameters, "plan_bytes": peak.total, "phase": peak.name, "binding": plan.memory.binding,
+        "parameters": plan.parameters, "plan_bytes": peak.total, "phase": peak.name, "binding": memory.binding,
         "parts": dict(peak.parts), "plan_seconds": plan.time.likely / steps,
         "plan_interval": [plan.time.low / steps, plan.time.high / steps],
     }  # fmt: skip

@@ -33,6 +33,7 @@ def planned(stages, target=None, lengths=None, **model):
 
 
 def settings_of(stages, **model):
+    stages = {"prepare_data": {}, **stages}
     values = {"name": "planned", "model": {"preset": "nano", "context": 64, **model}, "stages": stages}
     return from_dict(values, check_files=False, import_code=False)
 
@@ -166,8 +167,10 @@ def test_times_of_a_machine_are_an_interval_around_the_median():
 
 def test_gpus_have_published_intervals_or_lower_bounds():
     known = planned(SFT, target=target_gpus("2xH100"))
-    assert known.time.low * 0.43 * 989e12 == pytest.approx(known.work.training_flops, rel=0.2)
-    assert known.time.high > known.time.low and known.notes == ("launch uses 1 of 2 GPUs: set launch.processes",)
+    memory = known.work.traffic_bytes / 3.35e12
+    assert known.time.low == pytest.approx(known.work.training_flops / (0.43 * 989e12) + memory)
+    assert known.time.high == pytest.approx(known.work.training_flops / (0.38 * 989e12) + memory)
+    assert known.notes == ("launch uses 1 of 2 GPUs: set launch.processes",)
     assert planned(SFT, target=target_gpus("B200")).time.high is None  # no MFU is published
     assert planned(POLICY, target=target_gpus("h100")).time.high is None  # rollouts: the device's limit alone
     assert target_gpus("4xA100-40GB").memory_bytes == 40 * 10**9
