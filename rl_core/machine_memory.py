@@ -1,4 +1,4 @@
-"""Memory of the machine: all of it, what is free, and the most that this process had. Imports no torch on a machine without a GPU."""
+"""Memory of the machine, and the most that this process had. Imports no torch on a machine without a GPU."""
 
 from __future__ import annotations
 

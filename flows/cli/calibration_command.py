@@ -27,7 +27,7 @@ def calibrate_machine(path: Path, *, as_json: bool) -> str:
     began = time.monotonic()
     machine = calibrate(_processor(), pipeline_imports=_PIPELINE)
     values = resolve(machine)
-    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`. Measured anew by: posttrain doctor --calibrate\n"
+    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
     write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     if as_json:
         return json.dumps(values, indent=1)
@@ -36,8 +36,8 @@ def calibrate_machine(path: Path, *, as_json: bool) -> str:
         points = ", ".join(f"{one.median / 1e9:,.0f} ({one.hidden_size})" for one in getattr(machine, name))
         lines.append(f"{name}: {points} GFLOP/s (at width)")
     lines.append(
-        f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads {machine.read_bytes_per_second / 1e9:.1f} "
-        f"GB/s; a process takes {machine.library_bytes / 2**20:.0f} MiB, with the pipeline "
+        f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
+        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes {machine.library_bytes / 2**20:.0f} MiB, with the pipeline "
         f"{machine.pipeline_bytes / 2**20:.0f} MiB more"
     )
     lines.append(f"{path} written after {time.monotonic() - began:.0f} s: posttrain plan CONFIG --machine {path}")

@@ -11,7 +11,7 @@ from typing import Any
 from flows.planning.plan_target import Lengths, Target
 from flows.planning.stage_plans import StagePlan, plan_stage
 from rl_core.errors import SettingsError
-from rl_core.settings import LoraSettings, LoopSettings, OptimizerSettings, PolicySettings
+from rl_core.settings import LoopSettings, LoraSettings, OptimizerSettings, PolicySettings
 from rl_core.settings.launch import LaunchSettings
 from tasks.config import PipelineSettings
 
@@ -86,7 +86,7 @@ def _candidates(name: str, settings: PipelineSettings, target: Target) -> Iterat
         return dataclasses.replace(settings, stages=stages)
 
     if isinstance(block, OptimizerSettings):
-        if settings.model.lora is None and name != "reward_model":
+        if settings.model.lora is None and settings.model.path is not None and name != "reward_model":
             yield (
                 "LoRA", "model.lora", [{}],
                 lambda _: dataclasses.replace(settings, model=dataclasses.replace(settings.model, lora=LoraSettings())),

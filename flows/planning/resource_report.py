@@ -15,15 +15,13 @@ __all__ = ["plan_record", "plan_text"]
 
 GIB = 2**30
 _FIGURE = {
-    "cpu": "memory: peak resident memory of a process (VmHWM). glibc's heap keeps what is freed, so a monitor shows the "
-    "peak for the rest of the stage",
+    "cpu": "memory: peak resident memory of a process (VmHWM). glibc's heap keeps what is freed, so a monitor shows "
+    "the peak for the rest of the stage",
     "cuda": "memory: peak that torch allocates on each GPU. The CUDA context and cached blocks come on top",
 }
 
 
-def plan_record(
-    plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[Change]]
-) -> dict[str, Any]:
+def plan_record(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[Change]]) -> dict[str, Any]:
     """Plain values: bytes, tokens, operations, seconds."""
     gpu = target.gpu
     return {
@@ -79,7 +77,9 @@ def _sources(target: Target) -> list[str]:
     if gpu.mfu is None:
         return [f"hours: at the full {peak}, a lower bound: no MFU is published that could be cited"]
     low, high = gpu.mfu
-    return [f"hours: {low:.0%} to {high:.0%} of the {peak}; MFU of pre-training: {gpu.mfu_source}. Small models reach less"]
+    return [
+        f"hours: {low:.0%} to {high:.0%} of the {peak}; MFU of pre-training: {gpu.mfu_source}. Small models reach less"
+    ]
 
 
 def _stage_lines(one: StagePlan, target: Target) -> list[str]:

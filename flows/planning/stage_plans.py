@@ -118,9 +118,7 @@ def plan_stage(
 class _Stage:
     """Plans one stage."""
 
-    def __init__(
-        self, name: str, settings: PipelineSettings, target: Target, lengths: Lengths, model: _Model
-    ) -> None:
+    def __init__(self, name: str, settings: PipelineSettings, target: Target, lengths: Lengths, model: _Model) -> None:
         self.name, self.settings, self.target, self.lengths, self.model = name, settings, target, lengths, model
         self.block = getattr(settings.stages, name)
         launch = self.block.launch if isinstance(self.block, LoopSettings) else None

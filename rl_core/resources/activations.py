@@ -138,9 +138,11 @@ def _kept_bytes(model: PreTrainedModel) -> tuple[int, list[int]]:
     handles = [block.register_forward_pre_hook(enter(number)) for number, block in enumerate(blocks)]
     handles += [block.register_forward_hook(enter(-1)) for block in blocks]
     ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.int64, device="meta")
+    # A mask of four dimensions is taken as it is; any other would be looked into, which has no values here.
+    mask = torch.ones(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, dtype=torch.bool, device="meta")
     try:
         with _fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = trunk(input_ids=ids, use_cache=False).last_hidden_state
+            result = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()

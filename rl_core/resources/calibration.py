@@ -207,15 +207,13 @@ def _scoring_speeds(shape: ModelShape, seconds: Sequence[float]) -> MeasuredSpee
 
 
 def _decoding_speeds(shape: ModelShape, seconds: Sequence[float], step: float, row: float) -> MeasuredSpeed:
-    work = decoding_work(
-        shape, sequences=SLOTS, prompts=0, prompt_length=PROMPT, new_tokens=NEW, slots=SLOTS, item=4.0
-    )
+    work = decoding_work(shape, sequences=SLOTS, prompts=0, prompt_length=PROMPT, new_tokens=NEW, slots=SLOTS, item=4.0)
     fixed = work.decode_steps * step + work.decode_rows * row
     return _speeds(shape.hidden, work.decoding_flops, [max(spent / 4, spent - fixed) for spent in seconds])
 
 
 def _decode_overhead(repeats: int) -> tuple[float, float]:
-    """Seconds of a step and of a sequence in it, from runs of few and of many sequences of a model of next to no work."""
+    """Seconds of a step and of a sequence in it, from runs of few and of many sequences of a tiny model."""
     model = _model(NANO)
     few, many = (
         statistics.median(seconds) / NEW

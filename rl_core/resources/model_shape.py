@@ -84,9 +84,7 @@ def model_without_weights(settings: ModelSettings, *, adapters: bool = True) -> 
     if chosen.path is not None:
         if chosen.path.startswith("models:"):
             raise ModelError(f"model.path: {chosen.path} is in the registry; name its folder with --set model.path=...")
-        return causal_lm.load_without_weights(
-            Path(chosen.path) if Path(chosen.path).is_dir() else chosen.path, chosen
-        )
+        return causal_lm.load_without_weights(Path(chosen.path) if Path(chosen.path).is_dir() else chosen.path, chosen)
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def speed_at(points: Sequence[MeasuredSpeed], hidden: int, value: Callable[[Meas
     """Speed at a width: between measured widths along a straight line in logarithms, beyond them that of the last."""
     if hidden <= points[0].hidden_size:
         return value(points[0])
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in itertools.pairwise(points):
         if hidden <= after.hidden_size:
             share = math.log(hidden / before.hidden_size) / math.log(after.hidden_size / before.hidden_size)
             return math.exp((1 - share) * math.log(value(before)) + share * math.log(value(after)))

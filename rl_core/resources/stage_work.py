@@ -64,14 +64,15 @@ def training_work(
     sums = 3 * shape.trainable * max(0.0, micro_batches - 1)
     logits = rows * loss_length * shape.vocabulary * _HEAD_VALUES if shape.head else 0.0
     return StageWork(
-        trained_tokens=tokens, updates=updates, training_flops=flops, traffic_bytes=4 * (updates * (values + sums) + logits)
+        trained_tokens=tokens, updates=updates, training_flops=flops,
+        traffic_bytes=4 * (updates * (values + sums) + logits),
     )  # fmt: skip
 
 
 def scoring_work(
     shape: ModelShape, *, rows: float, length: float, loss_length: float, widened: float = 0.0
 ) -> StageWork:
-    """Passes without gradient over `rows` sequences. `widened`: bytes of few-bit weights that each row's pass widens."""
+    """Passes without gradient over `rows` sequences. `widened`: bytes of few-bit weights that a row widens."""
     tokens = rows * length
     logits = rows * loss_length * shape.vocabulary * _HEAD_VALUES / 2 if shape.head else 0.0
     return StageWork(

@@ -1,4 +1,4 @@
-"""Measured speed and memory of one machine, as `posttrain doctor --calibrate` writes them (`posttrain plan --machine`)."""
+"""Measured speed and memory of a machine: what `posttrain doctor --calibrate` writes for `posttrain plan --machine`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Memory and time that `posttrain plan` tells beside measured ones: stages of 1M to 100M parameters on this machine.
 
-    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...] [--threads 1] [--table FILE]
+    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...] [--threads 1]
 
 Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
 from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
 of its steps after the first. A finished case is DIR/cases/*.json and is not run again. The plan is made by the same
-functions as the command's, for a process without Prefect and MLflow. The table goes to DIR/plan.md, and to --table.
+functions as the command's, for a process without Prefect and MLflow; there is no loop, so no checkpoint either. The
+table goes to DIR/plan.md, and to --table FILE.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ def table(rows, options):
         "# Plans beside measurements", "",
         f"`posttrain plan` on {processor()}, {options.threads} thread(s); commit {commit()}. Written by "
         "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.", "",
-        "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] | measured "
-        "| ratio |",
+        "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
+        "| measured | ratio |",
         "|---|---:|---:|---:|---:|---|---:|---:|---:|",
     ]  # fmt: skip
     for row in rows:
@@ -285,11 +286,12 @@ def preference(case, output):
 
 
 def policy(case, output):
+    from speed.episodes import Characters, Sums
+
     from rl_core.inference.engine import make_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import PolicySettings, SamplingSettings
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-    from speed.episodes import Characters, Sums
 
     model, _ = loaded(case, output)
     settings = PolicySettings(**{**case["settings"], "sampling": SamplingSettings(**case["settings"]["sampling"])})

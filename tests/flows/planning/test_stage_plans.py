@@ -43,6 +43,18 @@ def roomy(**changes):
     return Target("a machine", "cpu", **{"memory_bytes": GIB, "runtime_bytes": 0, **changes})
 
 
+@pytest.fixture
+def folder_of_model(tmp_path):
+    """A model's folder with a config alone: the preset nano."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+        "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
 def machine(**changes):
     speeds = {name: tuple(MACHINE[name]) for name in ("training", "scoring", "decoding")}
     from rl_core.settings.machine import MeasuredSpeed
@@ -104,11 +116,14 @@ def test_checkpointing_keeps_inputs_of_layers_alone():
     assert plan.work.training_flops == pytest.approx(planned(SFT).work.training_flops * 4 / 3)
 
 
-def test_adapters_train_little():
-    plan = planned(SFT, lora={"rank": 4, "target_modules": ["q_proj", "down_proj"]})
+def test_adapters_train_little(folder_of_model):
+    plan = planned(SFT, path=folder_of_model, lora={"rank": 4, "target_modules": ["q_proj", "down_proj"]})
     adapters = 2 * 4 * (32 + 32 + 96 + 32)
     assert plan.trainable == adapters and plan.parameters == PARAMETERS + adapters
     assert phase(plan, "optimizer step")["optimizer moments"] == 8 * adapters
+    assert phase(plan, "loading")["file of weights"] == 4 * plan.parameters
+    played = phase(planned(POLICY, path=folder_of_model, lora={}, lengths=Lengths(prompt=8)), "rollouts")
+    assert played["merged weights"] == 4 * 2 * (LAYER - 64)  # the originals of all layers
 
 
 POLICY = {"policy": {"prompts_per_iteration": 2, "group_size": 4, "iterations": 3,
@@ -125,10 +140,10 @@ def test_rollouts_reserve_keys_and_values_of_all_slots():
     assert update["KV cache"] == parts["KV cache"] and update["packed weights"] == parts["packed weights"]
 
 
-def test_references_critics_and_reward_models():
+def test_references_critics_and_reward_models(folder_of_model):
     kl = {"policy": {**POLICY["policy"], "kl_coef": 0.1}}
     assert phase(planned(kl), "rollouts")["reference model"] == 4 * PARAMETERS
-    assert "reference model" not in phase(planned(kl, lora={}), "rollouts")
+    assert "reference model" not in phase(planned(kl, path=folder_of_model, lora={}), "rollouts")
     rounded = {"policy": {**kl["policy"], "reference_precision": "int8"}}
     linear = 2 * (LAYER - 64)
     assert phase(planned(rounded), "rollouts")["reference model"] == 4 * (PARAMETERS - linear) + linear
@@ -190,7 +205,7 @@ def test_rows_come_from_files_and_settings(tmp_path):
 def test_all_stages_of_a_pipeline_are_planned_or_named():
     stages = {"prepare_data": {}, "sft": {}, "preference": {}, "reward_model": {}, "policy": {}, "evaluate": {},
               "analyze": {}}  # fmt: skip
-    plan = plan_pipeline(settings_of(stages), roomy(), Lengths())
+    plan = plan_pipeline(settings_of(stages, context=128), roomy(), Lengths())
     assert [one.name for one in plan.stages] == ["sft", "preference", "reward_model", "policy", "evaluate"]
     assert plan.left_out == ("prepare_data", "analyze")
     reward = plan.stages[2]
@@ -225,6 +240,13 @@ def test_changes_that_fit_come_first():
     _, hopeless = lacking(stages, 0.01)
     assert hopeless and not any(one.fits for one in hopeless)
     assert [one.saved_bytes for one in hopeless] == sorted((one.saved_bytes for one in hopeless), reverse=True)
+
+
+def test_adapters_are_offered_for_models_with_a_path(folder_of_model):
+    _, changes = lacking({"sft": {"optimizer": "adamw", "micro_batch_tokens": 64}}, 0.99, path=folder_of_model)
+    assert "LoRA" not in [one.words for one in lacking(SFT, 0.9)[1]]
+    (adapters,) = [one for one in changes if one.words == "LoRA"]
+    assert adapters.yaml == "model.lora={}" and adapters.plan.trainable < PARAMETERS
 
 
 def test_processes_are_offered_on_gpus_alone():
@@ -277,7 +299,7 @@ def test_the_command_for_programs(folder, capsys):
         (["--machine", "none.yaml"], "none.yaml"),
         (["--machine", "damaged.yaml"], r"damaged.yaml:\d+: "),
         (["--machine", "short.yaml"], "short.yaml: .*training"),
-        (["--gpus", "H100", "--set", "stages.sft.epochs=-1"], r"mine.yaml:.*stages.sft.epochs: "),
+        (["--gpus", "H100", "--set", "stages.sft.epochs=-1"], "stages.sft.epochs: found -1"),
         (["--gpus", "H100", "--set", "model.path=empty"], "holds no config.json"),
         (["--gpus", "H100", "--set", "model.path=models:/mine@champion"], "model.path: .* is in the registry"),
         (["--simulate", "--gpus", "8xH100"], "--simulate takes --gpus N"),
