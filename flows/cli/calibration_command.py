@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["DEFAULT_FILE", "calibrate_machine"]
+
+Clock = Callable[[], float]
 
 DEFAULT_FILE = "machine.yaml"
 _PIPELINE = ("prefect", "mlflow", "flows.post_training")  # what a pipeline's process has beside rl_core
 
 
-def calibrate_machine(path: Path, *, as_json: bool) -> str:
+def calibrate_machine(path: Path, *, as_json: bool, clock: Clock = time.perf_counter) -> str:
     """Measure for about half a minute and write the file; text about it, or the settings as JSON.
 
     Raises: BackendError where a process that measures memory fails; CheckpointError where the file cannot be written.
@@ -25,7 +28,7 @@ def calibrate_machine(path: Path, *, as_json: bool) -> str:
     from tasks.config import resolve
 
     began = time.monotonic()
-    machine = calibrate(_processor(), pipeline_imports=_PIPELINE)
+    machine = calibrate(_processor(), pipeline_imports=_PIPELINE, clock=clock)
     values = resolve(machine)
     head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
     write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -37,8 +40,8 @@ def calibrate_machine(path: Path, *, as_json: bool) -> str:
         lines.append(f"{name}: {points} GFLOP/s (at width)")
     lines.append(
         f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
-        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes {machine.library_bytes / 2**20:.0f} MiB, with the pipeline "
-        f"{machine.pipeline_bytes / 2**20:.0f} MiB more"
+        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes "
+        f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
     )
     lines.append(f"{path} written after {time.monotonic() - began:.0f} s: posttrain plan CONFIG --machine {path}")
     return "\n".join(lines)

@@ -139,7 +139,8 @@ class _Stage:
         row = self.lengths.of_row(shape.context)
         prompt = min(self.lengths.prompt or 0, row - 1)
         per_step = -(-block.batch_size // self.processes)
-        batch = self._micro_batch(block, per_step, row, row - prompt, sides=sides, group=sides, prompt=prompt)
+        read = 1 if isinstance(block, RewardModelSettings) else row - prompt  # a reward model reads the last state
+        batch = self._micro_batch(block, per_step, row, read, sides=sides, group=sides, prompt=prompt)
         phases = self._update(shape, block, batch, dict(self.runtime))
         makes_pairs = not is_sft and self._data_file("preferences") is None
         if makes_pairs:
@@ -151,8 +152,8 @@ class _Stage:
             updates, _ = training_length(block, -(-rows // block.batch_size))
             count = updates * min(block.batch_size, rows) * sides
             work = training_work(
-                shape, block, rows=count, length=row, loss_length=row - prompt, updates=updates,
-                micro_batches=batch.count,
+                shape, block, rows=count, length=row, loss_length=read, updates=updates, micro_batches=batch.count,
+                **self._savings(shape, block, batch),
             )  # fmt: skip
             if isinstance(block, PreferenceSettings) and block.needs_reference:
                 work += scoring_work(shape, rows=rows * sides, length=row, loss_length=row - prompt)
@@ -225,7 +226,7 @@ class _Stage:
         count, length = block.prompts_per_iteration * block.group_size, prompt + new
         work = self._played(block, count, block.prompts_per_iteration, prompt, new)
         updates = block.epochs * block.minibatches
-        sizes: dict[str, float] = {"length": length, "loss_length": new}
+        sizes = {"length": float(length), "loss_length": float(new), **self._savings(shape, block, batch)}
         work += training_work(
             shape, block, rows=count * block.epochs, updates=updates, micro_batches=batch.count, **sizes
         )
@@ -320,19 +321,27 @@ class _Stage:
         evaluates = isinstance(block, LoopSettings) and block.eval_every > 0
         return update_phases(shape, block, self.place, activations, batch.count, beside, evaluates=evaluates)
 
+    def _is_packed(self, block: OptimizerSettings) -> bool:
+        """True = passes go through `rl_core.cpu.packed_forward`."""
+        if self.target.device != "cpu" or block.activation_checkpointing or block.autocast != "none":
+            return False
+        return training_forward(self.model.module, "cpu").allowed
+
+    def _savings(self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch) -> dict[str, float]:
+        """Work that the packed forward pass saves: prefixes in common, and the last MLP at tokens without loss."""
+        if not self._is_packed(block):
+            return {}
+        return {"computed": batch.tokens / batch.padded, "skipped": 3.0 * shape.hidden * shape.inner}
+
     def _activations(self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch) -> Activations:
-        autocast = block.autocast == "bfloat16"
-        is_packed = (
-            self.target.device == "cpu"
-            and not (block.activation_checkpointing or autocast)
-            and training_forward(self.model.module, "cpu").allowed
-        )
-        if is_packed:
-            return of_packed_forward(shape, batch)
-        return of_transformers(
-            self.model.module, shape, batch, device=self.target.device, autocast=autocast,
+        machine = self.target.machine
+        if self._is_packed(block):
+            return of_packed_forward(shape, batch).in_heap(machine.heap_share if machine else 0.0)
+        found = of_transformers(
+            self.model.module, shape, batch, device=self.target.device, autocast=block.autocast == "bfloat16",
             checkpointing=block.activation_checkpointing,
         )  # fmt: skip
+        return found.in_heap(machine.heap_share_recomputed if machine and block.activation_checkpointing else 0.0)
 
     def _plan(
         self, shape: ModelShape, phases: list[Phase], work: StageWork | None, *, trainable: int | None = None

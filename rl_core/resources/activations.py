@@ -9,6 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class Activations:
     layer: int  # of one layer: what backward frees with it, or what checkpointing computes again
     temporary: int  # gradients of activations on their way
     logits: int  # of the output head and the log-softmax
+    holes: int = 0  # of the heap, between tensors of a step
+
+    def in_heap(self, share: float) -> Activations:
+        """The same with holes of this share of what is live."""
+        return dataclasses.replace(self, holes=int(share * (self.kept + self.temporary)))
 
 
 def of_packed_forward(shape: ModelShape, batch: MicroBatch) -> Activations:

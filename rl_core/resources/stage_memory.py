@@ -143,7 +143,7 @@ def update_phases(
     if share > 1:  # full gradients of what is gathered, then each process its rows
         gathered = whole // max(1, place.item) * 4
         busiest["gradients"] = -(-busiest["gradients"] // share) + min(busiest["gradients"], gathered)
-    backward = {**beside, **held, "gathered weights": whole, **busiest}
+    backward = {**beside, **held, "gathered weights": whole, **busiest, "holes of the heap": activations.holes}
     temporary = _optimizer_temporary(shape, settings)
     update = {**beside, **held, "gradients": -(-gradients // share), "optimizer temporaries": temporary}
     moments = held.get("optimizer moments", 0) + 4 * shape.trainable // share

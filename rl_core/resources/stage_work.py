@@ -46,16 +46,19 @@ class StageWork:
 
 def training_work(
     shape: ModelShape, settings: OptimizerSettings, *, rows: float, length: float, loss_length: float, updates: float,
-    micro_batches: float,
+    micro_batches: float, computed: float = 1.0, skipped: float = 0.0,
 ) -> StageWork:  # fmt: skip
     """Forward, backward and optimizer steps.
 
     Args:
         rows: sequences in all, every epoch counted. length, loss_length: mean tokens of one, and those with loss.
         updates: optimizer steps in all. micro_batches: of one step.
+        computed: share of the tokens that is computed, where rows share prefixes.
+        skipped: parameters that tokens without loss are not multiplied by (the last layer's MLP of the packed pass).
     """
     tokens, pairs = rows * length, rows * length**2
-    flops = shape.training.of(tokens, pairs)
+    flops = shape.training.of(tokens, pairs) - 6 * skipped * rows * (length - loss_length)
+    flops *= computed
     if settings.activation_checkpointing:
         flops += shape.forward.of(tokens, pairs)
     by_muon = shape.muon if settings.optimizer == "muon" else 0
@@ -70,13 +73,15 @@ def training_work(
 
 
 def scoring_work(
-    shape: ModelShape, *, rows: float, length: float, loss_length: float, widened: float = 0.0
-) -> StageWork:
-    """Passes without gradient over `rows` sequences. `widened`: bytes of few-bit weights that a row widens."""
+    shape: ModelShape, *, rows: float, length: float, loss_length: float, widened: float = 0.0, computed: float = 1.0,
+    skipped: float = 0.0,
+) -> StageWork:  # fmt: skip
+    """Passes without gradient, as `training_work`. `widened`: bytes of few-bit weights that a row's pass widens."""
     tokens = rows * length
+    flops = computed * (shape.forward.of(tokens, rows * length**2) - 2 * skipped * rows * (length - loss_length))
     logits = rows * loss_length * shape.vocabulary * _HEAD_VALUES / 2 if shape.head else 0.0
     return StageWork(
-        scored_tokens=tokens, scoring_flops=shape.forward.of(tokens, rows * length**2),
+        scored_tokens=tokens, scoring_flops=flops,
         traffic_bytes=4 * logits + rows * widened,
     )  # fmt: skip
 

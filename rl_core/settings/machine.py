@@ -45,6 +45,10 @@ class MachineSettings(Settings):
         ge=1, doc="peak resident memory of a process that trained and sampled from a tiny model"
     )
     pipeline_bytes: int = setting(ge=0, doc="resident memory that Prefect, MLflow and the pipeline add to that")
+    heap_share: float = setting(
+        0.0, ge=0, doc="memory that the heap takes beyond live activations, as a share of them: holes between tensors"
+    )
+    heap_share_recomputed: float = setting(0.0, ge=0, doc="the same of transformers' own pass with checkpointing")
     packed_weight_bytes: float = setting(4.0, gt=0, doc="of a weight's copy for rollouts, in bytes")
     training: tuple[MeasuredSpeed, ...] = setting(doc="optimizer steps, by the operations of forward and backward")
     scoring: tuple[MeasuredSpeed, ...] = setting(doc="forward passes without gradient")

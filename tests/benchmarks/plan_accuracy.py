@@ -1,12 +1,12 @@
 """Memory and time that `posttrain plan` tells beside measured ones: stages of 1M to 100M parameters on this machine.
 
-    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...] [--threads 1]
+    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...]
 
 Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
 from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
-of its steps after the first. A finished case is DIR/cases/*.json and is not run again. The plan is made by the same
-functions as the command's, for a process without Prefect and MLflow; there is no loop, so no checkpoint either. The
-table goes to DIR/plan.md, and to --table FILE.
+processor time of its steps after the first, with one thread. A finished case is DIR/cases/*.json and is not run again.
+The plan is made by the same functions as the command's, for a process without Prefect and MLflow; there is no loop, so
+no checkpoint either. The table goes to DIR/plan.md, and to --table FILE.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ ROLLED = dict(
 
 def case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
     """One configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
-    shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 32, "epochs": 1}
+    shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
     return {"stage": stage, "millions": millions, "length": length, "lora": lora, "vocabulary": vocabulary,
             "settings": {**shared, **settings}}  # fmt: skip
 
 
 CASES = {
-    "sft-1M": case("sft", 1),
+    "sft-1M": case("sft", 1, batch_size=32),
     "sft-10M": case("sft", 10),
     "sft-10M-checkpointing": case("sft", 10, activation_checkpointing=True),
     "sft-10M-vocabulary": case("sft", 10, vocabulary=16384, optimizer="muon", ema_decay=0.99),
     "sft-30M-micro": case("sft", 30, micro_batch_tokens=1024),
-    "sft-100M": case("sft", 100, batch_size=16),
-    "sft-100M-lora": case("sft", 100, lora=True, batch_size=16),
-    "reward-10M": case("reward_model", 10, batch_size=16),
-    "dpo-30M": case("preference", 30, batch_size=16),
-    "dpo-30M-lora": case("preference", 30, lora=True, batch_size=16, micro_batch_tokens=2048),
+    "sft-100M": case("sft", 100, batch_size=8),
+    "sft-100M-lora": case("sft", 100, lora=True, batch_size=8),
+    "reward-10M": case("reward_model", 10, batch_size=8),
+    "dpo-30M": case("preference", 30, batch_size=4),
+    "dpo-30M-lora": case("preference", 30, lora=True, batch_size=4, micro_batch_tokens=512),
     "grpo-3M": case("policy", 3),
     "grpo-10M-kl": case("policy", 10, kl_coef=0.05),
     "grpo-30M-lora": case("policy", 30, lora=True),
     "ppo-10M": case("policy", 10, algorithm="ppo", kl_coef=0.05, epochs=2),
 }
-STEPS = 4  # of a case, the first of which is not timed
+STEPS = 3  # of a case, the first of which is not timed
+CLOCK = "process_time"  # with one thread what the wall clock shows on a machine without other work
 
 
 def main():
@@ -71,24 +72,23 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--measure", metavar="CASE", help="take one case's steps in this process")
     options = parser.parse_args()
     if options.measure:
-        measure(CASES[options.measure], options.output, options.threads)
+        measure(CASES[options.measure], options.output)
         return 0
     output = options.output.resolve()
     (output / "cases").mkdir(parents=True, exist_ok=True)
     machine = options.machine or output / "machine.yaml"
     if not machine.exists():
-        run_python(calibration(machine), options.threads)
+        run_python(calibration(machine), 1)
     rows, failures = [], 0
     for name in options.cases.split(","):
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
             built(CASES[name], output)
-            found = kept(output / f"cases/{name}-{options.threads}t.json", partial(measured, name, output, options))
+            found = kept(output / f"cases/{name}.json", partial(measured, name, output, options))
         except subprocess.CalledProcessError as error:
             print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
             failures += 1
@@ -105,8 +105,8 @@ def main():
 def calibration(machine):
     """Arguments of a process that calibrates."""
     code = (
-        "import sys; from pathlib import Path; from flows.cli.calibration_command import calibrate_machine as work; "
-        "print(work(Path(sys.argv[1]), as_json=False))"
+        "import sys, time; from pathlib import Path; from flows.cli.calibration_command import calibrate_machine; "
+        f"print(calibrate_machine(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
     )
     return ["-c", code, str(machine)]
 
@@ -149,7 +149,7 @@ def table(rows, options):
     """Planned beside measured, with the share of cases within 10% and 30%."""
     lines = [
         "# Plans beside measurements", "",
-        f"`posttrain plan` on {processor()}, {options.threads} thread(s); commit {commit()}. Written by "
+        f"`posttrain plan` on {processor()}, one thread, seconds of processor time; commit {commit()}. Written by "
         "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.", "",
         "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
         "| measured | ratio |",
@@ -201,11 +201,11 @@ def build(folder, millions, vocabulary):
 
 
 def measured(name, output, options):
-    command = ["-m", "plan_accuracy", "--output", str(output), "--threads", str(options.threads), "--measure", name]
-    return {**json.loads(run_python(command, options.threads)), "commit": commit()}
+    command = ["-m", "plan_accuracy", "--output", str(output), "--measure", name]
+    return {**json.loads(run_python(command, 1)), "commit": commit()}
 
 
-def measure(case, output, threads):
+def measure(case, output):
     """Take a case's steps and print its peak memory and the median of its seconds."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print where they like
@@ -213,15 +213,15 @@ def measure(case, output, threads):
 
     from rl_core.machine_memory import peak_resident_bytes
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     makers = {"sft": sft, "reward_model": reward_model, "preference": preference, "policy": policy}
     trainer = makers[case["stage"]](case, output)
-    seconds = []
+    clock, seconds = getattr(time, CLOCK), []
     for number in range(STEPS):
-        began = time.perf_counter()
+        began = clock()
         trainer.step()
         if number:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock() - began)
     found = {"peak_bytes": peak_resident_bytes(), "seconds": statistics.median(seconds)}
     print(json.dumps(found), file=answers, flush=True)
 
