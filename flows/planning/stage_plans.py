@@ -346,10 +346,6 @@ class _Stage:
     def _plan(
         self, shape: ModelShape, phases: list[Phase], work: StageWork | None, *, trainable: int | None = None
     ) -> StagePlan:
-        if self.model.settings.path is not None and self.target.device == "cpu":
-            weights = self.place.item * shape.parameters  # while the mapped file is copied, its pages are resident, too
-            loading = Phase("loading", {**self.runtime, "weights": weights, "file of weights": weights})
-            phases = [loading, *phases]
         time = None if work is None else self.target.time(work, shape.hidden, self.processes)
         return StagePlan(
             self.name, shape.parameters, shape.trainable if trainable is None else trainable, self.processes,

@@ -128,7 +128,7 @@ def planned(case, output, machine_file):
     machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
     target = target_machine(dataclasses.replace(machine, pipeline_bytes=0))
     model = {"path": str(folder_of(case, output)), **({"lora": {}} if case["lora"] else {})}
-    data = {"heldout_fraction": 1e-6}  # all rows are trained on
+    data = {"heldout_fraction": 1e-6, "preferences": "pairs.jsonl"}  # all rows are trained on, none made of rollouts
     values = {"name": "planned", "model": model, "stages": {"prepare_data": data, case["stage"]: case["settings"]}}
     settings = from_dict(values, check_files=False, import_code=False)
     is_policy = case["stage"] == "policy"
