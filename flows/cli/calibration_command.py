@@ -23,7 +23,7 @@ def calibrate_machine(path: Path, *, as_json: bool, clock: Clock = time.perf_cou
     """
     import yaml
 
-    from rl_core.resources.calibration import calibrate
+    from rl_core.resources.machine_calibration import calibrate
     from rl_core.storage.single_files import write_text_atomic
     from tasks.config import resolve
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rl_core.data.files import data_files
 from rl_core.machine_memory import machine_memory
-from rl_core.resources.calibration import process_bytes
 from rl_core.resources.gpus import Gpu, parse_gpus
+from rl_core.resources.machine_calibration import process_bytes
 from rl_core.resources.stage_memory import Placement
 from rl_core.resources.stage_time import StageTime, time_on_gpu, time_on_machine
 from rl_core.resources.stage_work import StageWork
@@ -23,7 +23,7 @@ _ROUNDED = {"nf4": 0.5, "int8": 1.0}  # bytes of a weight, scales aside
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where stages will run."""
+    """Device that stages will run on."""
 
     name: str
     device: str  # cpu or cuda

@@ -16,7 +16,7 @@ from rl_core.resources.stage_memory import (
     STAYING,
     Phase,
     Placement,
-    RolloutSizes,
+    SlotSizes,
     StageMemory,
     frozen_bytes,
     has_reference_copy,
@@ -289,7 +289,7 @@ class _Stage:
             count = -(-block.prompts_per_iteration * block.group_size // self.processes)
         slots = min(block.sampling.slots, count or block.sampling.slots)
         group = getattr(block, "group_size", 1)
-        sizes = RolloutSizes(slots, length, -(-slots // group) * prompt)
+        sizes = SlotSizes(slots, length, -(-slots // group) * prompt)
         weights = {} if "weights" in beside else {"weights": self.place.item * shape.parameters}
         return Phase("rollouts", {**beside, **weights, **rollout_parts(shape, sizes, self.place)})
 

@@ -19,7 +19,7 @@ __all__ = [
     "STAYING",
     "Phase",
     "Placement",
-    "RolloutSizes",
+    "SlotSizes",
     "StageMemory",
     "frozen_bytes",
     "has_reference_copy",
@@ -77,7 +77,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutSizes:
+class SlotSizes:
     """Slots of the rollout engine and the longest sequence in one, in tokens."""
 
     slots: int
@@ -170,7 +170,7 @@ def _optimizer_temporary(shape: ModelShape, settings: OptimizerSettings) -> int:
     return (4 + 3 * 2) * shape.largest_matrix if settings.optimizer == "muon" else 0
 
 
-def rollout_parts(shape: ModelShape, sizes: RolloutSizes, place: Placement) -> dict[str, int]:
+def rollout_parts(shape: ModelShape, sizes: SlotSizes, place: Placement) -> dict[str, int]:
     """Parts of the rollout engine beside the weights: keys and values, packed copies, originals under adapters.
 
     Keys and values are reserved for all slots at their longest. On a CPU in float32 weights up to a GiB are packed.

@@ -161,13 +161,19 @@ def test_processes_share_weights_and_gather_them():
 
 
 def test_work_of_an_iteration_by_hand():
-    """8 rollouts of 8 + 16 tokens on 6 slots, 3 times; the model's operations are 6 for a weight and token."""
+    """8 rollouts of 8 + 16 tokens on 6 slots, 3 times; the model's operations are 6 for a weight and token.
+
+    Of each group of 4 three prompts are not computed again, and at prompts the last layer leaves out its MLP.
+    """
     work = planned(POLICY, lengths=Lengths(prompt=8)).work
     assert work.decoded_tokens == 3 * 8 * 16 and work.scored_tokens == 3 * 2 * 8 and work.updates == 3
     assert work.decode_steps == pytest.approx(3 * 8 * 16 / 6) and work.decode_rows == 3 * 128
     tokens, products = 3 * 8 * 24, PARAMETERS
     attention = 6 * 2 * 32 * 3 * 8 * 24**2
-    assert work.trained_tokens == tokens and work.training_flops == 6 * products * tokens + attention
+    left_out = 6 * (3 * 32 * 96) * 3 * 8 * 8
+    computed = 1 - 2 * 3 * 8 / (8 * 24)
+    assert work.trained_tokens == tokens
+    assert work.training_flops == pytest.approx((6 * products * tokens + attention - left_out) * computed)
 
 
 def test_times_of_a_machine_are_an_interval_around_the_median():

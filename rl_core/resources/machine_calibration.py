@@ -47,8 +47,8 @@ COPIED = 2**26  # float32 values of the copy: 256 MiB, which no cache holds
 PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
 REPEATS = 3
 
-_ONE_STEP = "from rl_core.resources.calibration import train_and_sample as work; work()"
-_HEAP = "from rl_core.resources.calibration import train_for_heap as work; work({recomputed})"
+_ONE_STEP = "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
+_HEAP = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed})"
 _PEAK = "; from rl_core.machine_memory import peak_resident_bytes as peak; print(peak())"
 
 
