@@ -15,14 +15,14 @@ from rl_core.settings import LoopSettings, LoraSettings, OptimizerSettings, Poli
 from rl_core.settings.launch import LaunchSettings
 from tasks.config import PipelineSettings
 
-__all__ = ["Change", "changes_for", "fits"]
+__all__ = ["FittingChange", "changes_for", "fits"]
 
 LEAST_TOKENS = 64  # of a micro-batch
 MOST_PROCESSES = 1024  # as in `launch`
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FittingChange:
     """One change of the settings, and the plan with it."""
 
     words: str
@@ -41,11 +41,11 @@ def fits(plan: StagePlan, target: Target) -> bool:
 
 def changes_for(
     plan: StagePlan, settings: PipelineSettings, target: Target, lengths: Lengths, most: int = 3
-) -> list[Change]:
+) -> list[FittingChange]:
     """The cheapest single changes that make the stage fit; where there are fewer, those that save most after them."""
     found = []
     for words, key, values, changed in _candidates(plan.name, settings, target):
-        best: Change | None = None
+        best: FittingChange | None = None
         for value in values:  # the mildest first
             try:
                 with_it = plan_stage(plan.name, changed(value), target, lengths)
@@ -62,12 +62,12 @@ def changes_for(
     return found[:most]
 
 
-def _change(before: StagePlan, after: StagePlan, words: str, line: str, target: Target) -> Change:
+def _change(before: StagePlan, after: StagePlan, words: str, line: str, target: Target) -> FittingChange:
     added = None
     if before.time is not None and after.time is not None:
         added = after.time.shown - before.time.shown
     saved = before.memory.peak.total - after.memory.peak.total
-    return Change(words, line, after, saved, added, fits(after, target))
+    return FittingChange(words, line, after, saved, added, fits(after, target))
 
 
 def _yaml(value: Any) -> str:

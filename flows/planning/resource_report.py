@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flows.planning.fitting_changes import Change, fits
+from flows.planning.fitting_changes import FittingChange, fits
 from flows.planning.plan_target import Target
 from flows.planning.stage_plans import PipelinePlan, StagePlan
 from rl_core.resources.stage_time import StageTime
@@ -21,7 +21,7 @@ _FIGURE = {
 }
 
 
-def plan_record(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[Change]]) -> dict[str, Any]:
+def plan_record(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[FittingChange]]) -> dict[str, Any]:
     """Plain values: bytes, tokens, operations, seconds."""
     gpu = target.gpu
     return {
@@ -52,7 +52,7 @@ def plan_record(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequen
     }  # fmt: skip
 
 
-def plan_text(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[Change]]) -> str:
+def plan_text(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence[FittingChange]]) -> str:
     """A block a stage: parameters, memory by part at its peak, work, hours; what to change where it does not fit."""
     lines = [f"on {target.name}: {_size(target.memory_bytes)} of memory", _FIGURE[target.device]]
     lines += _sources(target)
@@ -103,7 +103,7 @@ def _stage_lines(one: StagePlan, target: Target) -> list[str]:
     return lines + [f"  {note}" for note in one.notes]
 
 
-def _change_line(change: Change) -> str:
+def _change_line(change: FittingChange) -> str:
     cost = "time not known" if change.added_seconds is None else f"{_duration(change.added_seconds, signed=True)}"
     enough = "" if change.fits else ", not enough alone"
     return f"  -> {change.yaml}    # {change.words}: saves {_size(change.saved_bytes)}, {cost}{enough}"
