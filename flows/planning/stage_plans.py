@@ -71,7 +71,7 @@ class PipelinePlan:
 
 
 @dataclass(slots=True)
-class _Model:
+class _PlannedModel:
     """The model of the settings on the meta device, as a policy and as a trunk with a scalar head."""
 
     settings: ModelSettings
@@ -91,7 +91,7 @@ def plan_pipeline(settings: PipelineSettings, target: Target, lengths: Lengths) 
 
     Raises: ModelError where the model's config cannot be read.
     """
-    models: dict[bool, _Model] = {}
+    models: dict[bool, _PlannedModel] = {}
     active = [name for name in stage_registry.names() if getattr(settings.stages, name) is not None]
     plans = tuple(plan_stage(name, settings, target, lengths, models) for name in active if name in _PLANNED)
     return PipelinePlan(plans, tuple(name for name in active if name not in _PLANNED))
@@ -106,7 +106,7 @@ def plan_stage(
     models = {} if models is None else models
     if with_adapters not in models:
         chosen = settings.model if with_adapters else dataclasses.replace(settings.model, lora=None)
-        models[with_adapters] = _Model(chosen, context_of(settings.model) or 2**20)
+        models[with_adapters] = _PlannedModel(chosen, context_of(settings.model) or 2**20)
     stage = _Stage(name, settings, target, lengths, models[with_adapters])
     if name == "evaluate":
         return stage.evaluation(block)
@@ -118,7 +118,9 @@ def plan_stage(
 class _Stage:
     """Plans one stage."""
 
-    def __init__(self, name: str, settings: PipelineSettings, target: Target, lengths: Lengths, model: _Model) -> None:
+    def __init__(
+        self, name: str, settings: PipelineSettings, target: Target, lengths: Lengths, model: _PlannedModel
+    ) -> None:
         self.name, self.settings, self.target, self.lengths, self.model = name, settings, target, lengths, model
         self.block = getattr(settings.stages, name)
         launch = self.block.launch if isinstance(self.block, LoopSettings) else None

@@ -146,7 +146,7 @@ def train_and_sample() -> None:
 # -- work that is timed ------------------------------------------------------------------------------------------------
 
 
-class _Sequence:
+class _OneTurn:
     """One turn of sampled tokens, up to the limit."""
 
     def __init__(self, seed: int) -> None:
@@ -199,7 +199,7 @@ def _scoring(model: PreTrainedModel) -> Callable[[], object]:
 def _decoding(model: PreTrainedModel, slots: int) -> Callable[[], object]:
     engine = make_backend(model, eos_ids=(), pad_id=0, max_length=PROMPT + NEW)
     sampling = SamplingSettings(max_completion_tokens=NEW, slots=slots)
-    return lambda: engine.run([_Sequence(seed) for seed in range(slots)], sampling)
+    return lambda: engine.run([_OneTurn(seed) for seed in range(slots)], sampling)
 
 
 def _in_turn(works: Sequence[Callable[[], object]], repeats: int, clock: Clock) -> list[list[float]]:
