@@ -17,7 +17,7 @@ _PIPELINE = ("prefect", "mlflow", "flows.post_training")  # what a pipeline's pr
 
 
 def calibrate_machine(path: Path, *, as_json: bool, clock: Clock = time.perf_counter) -> str:
-    """Measure for about half a minute and write the file; text about it, or the settings as JSON.
+    """Measure for about a minute and write the file; text about it, or the settings as JSON.
 
     Raises: BackendError where a process that measures memory fails; CheckpointError where the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Measurement of this machine's speeds and of a process's own memory, in about half a minute.
+"""Measurement of this machine's speeds and of a process's own memory, in about a minute.
 
 Every speed is taken several times, all of them in turn, so that a neighbour's load spreads over them; small models of
 the widths in `SHAPES` stand for those that are planned.
