@@ -118,7 +118,7 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure the speed and memory of this machine in about a minute (longer beside other work), and write them for `posttrain plan "
+        help="measure the speed and memory of this machine in about a minute, and write them for `posttrain plan "
         "--machine` (--output FILE; default: machine.yaml)",
     )
     parser.add_argument("--faults", action="store_true", help="list the points at which POSTTRAIN_FAULT breaks a run")
