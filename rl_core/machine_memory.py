@@ -1,4 +1,4 @@
-"""Memory of the machine: all of it, and what is free. Imports no torch on a machine without a GPU."""
+"""Memory of the machine, and the most that this process had. Imports no torch on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["free_memory", "machine_memory"]
+__all__ = ["free_memory", "machine_memory", "peak_resident_bytes"]
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
 
@@ -43,3 +43,15 @@ def free_memory(device: torch.device | None = None) -> int:
     except (OSError, KeyError, ValueError):  # another system than Linux
         return everything
     return max(0, min(available, everything - (whole - available)))
+
+
+def peak_resident_bytes() -> int:
+    """Highest resident memory of this process: VmHWM. 0 where the system does not tell it.
+
+    Not ru_maxrss, which after `exec` still holds the parent's.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)

@@ -47,7 +47,7 @@ LEVELS = {
         {"evaluation", "probe", "readers", "rollout_workers"},
         {"training"},
         {"trainers", "thoughts", "networks"},
-        {"api", "online", "service"},
+        {"api", "online", "resources", "service"},
         {""},  # names of the public API, imported at their first use
     ],
     "tasks": [

@@ -11,6 +11,7 @@ from typing import Any
 from tasks.stage_registry import names
 
 __all__ = [
+    "DEFAULT_OUTPUT",
     "add_allow_drift",
     "add_command",
     "add_config",
@@ -25,6 +26,9 @@ __all__ = [
     "seconds",
     "stage_name",
 ]
+
+
+DEFAULT_OUTPUT = "outputs"  # folder of pipelines
 
 
 def add_command(commands: Any, name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
@@ -90,7 +94,8 @@ def add_config(parser: argparse.ArgumentParser, *, option: bool = False, require
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The option `--output`."""
-    parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
+    about = "output folder, without --config (default: outputs)"
+    parser.add_argument("--output", "-o", default=DEFAULT_OUTPUT, help=about)
 
 
 def add_config_or_output(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`posttrain plan`: simulation of the policy stage before it runs."""
+"""`posttrain plan`: needs of each stage before it runs; simulation of the policy stage."""
 
 from __future__ import annotations
 
@@ -24,10 +24,55 @@ _ITERATIONS = 12
 
 
 def plan(arguments: argparse.Namespace) -> int:
+    """Print what each stage needs, or simulate the policy stage."""
+    if arguments.simulate:
+        return _simulate(arguments)
+    return _resources(arguments)
+
+
+def _resources(arguments: argparse.Namespace) -> int:
+    """Memory, work and time of every stage on a machine or on GPUs."""
+    from flows.planning.plan_target import Lengths, target_gpus, target_machine
+    from rl_core.settings.machine import MachineSettings
+
+    machine = None
+    if arguments.machine is not None:
+        from flows.runtime.settings_files import read_settings_file
+
+        machine, _ = read_settings_file(MachineSettings, arguments.machine, shipped_name=arguments.machine)
+    if isinstance(arguments.gpus, int):
+        raise SettingsError(f"--gpus: {arguments.gpus} of which kind? Write {arguments.gpus}xH200 (or add --simulate)")
+    target = target_machine(machine) if arguments.gpus is None else target_gpus(arguments.gpus)
+    if arguments.gpus is not None:  # the plan is for another machine than this one, which may have no GPU
+        arguments.set = [*arguments.set, "model.device=auto"]
+    settings = loading.load(arguments, import_code=False)
+    lengths = Lengths(arguments.row_tokens, arguments.prompt_tokens, arguments.completion_tokens, arguments.rows)
+
+    from flows.planning.fitting_changes import changes_for, fits
+    from flows.planning.resource_report import plan_record, plan_text
+    from flows.planning.stage_plans import plan_pipeline
+
+    found = plan_pipeline(settings, target, lengths)
+    if not found.stages:
+        raise SettingsError("plan: no stage of the configuration trains or plays a language model")
+    lacking = [one for one in found.stages if not fits(one, target)]
+    changes = {one.name: changes_for(one, settings, target, lengths) for one in lacking}
+    if arguments.json or arguments.format == "json":
+        print(json.dumps(plan_record(found, target, changes), indent=2))
+    else:
+        print(visible(plan_text(found, target, changes)))
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
     """Simulate the policy stage in several layouts, and print them beside the synchronous one."""
     from flows.planning.cluster_study import compare_shares, compare_workers
     from flows.planning.plan_report import plan_rows, plan_table
     from flows.planning.simulation import check_simpy
+
+    if arguments.machine is not None or isinstance(arguments.gpus, str):
+        given = "--machine" if arguments.machine is not None else f"--gpus {arguments.gpus}"
+        raise SettingsError(f"{given}: --simulate takes --gpus N, a number, and --rates FILE")
 
     check_simpy()
     settings = loading.load(arguments, import_code=False)
@@ -42,7 +87,7 @@ def plan(arguments: argparse.Namespace) -> int:
         workers = tuple(dict.fromkeys(arguments.workers))
         found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations)
         what = f"{len(workers)} numbers of workers"
-    if arguments.json:
+    if arguments.json or arguments.format == "json":
         print(json.dumps({"rates": source, "layouts": plan_rows(found)}, indent=2))
         return 0
     title = f"{settings.name}: {what}, {layout.prompts} x {layout.group_size} rollouts an iteration"

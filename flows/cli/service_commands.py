@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli import arguments_to_settings as loading
+from flows.cli.arguments import DEFAULT_OUTPUT
 from rl_core.errors import PosttrainError, SettingsError
 
 if TYPE_CHECKING:
@@ -151,6 +152,12 @@ def doctor(arguments: argparse.Namespace) -> int:
         from rl_core.storage.fault_points import listing, records
 
         print(json.dumps(records(), indent=1) if arguments.json else listing())
+        return 0
+    if arguments.calibrate:
+        from flows.cli.calibration_command import DEFAULT_FILE, calibrate_machine
+
+        place = DEFAULT_FILE if arguments.output == DEFAULT_OUTPUT else arguments.output
+        print(calibrate_machine(Path(place), as_json=arguments.json))
         return 0
     settings = loading.optional(arguments)
     from flows.cli.doctor import examine, report

@@ -107,11 +107,20 @@ def _add_monitor(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    examples = ["doctor", "doctor --config gsm8k", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
+    examples = [
+        "doctor", "doctor --config gsm8k", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B",
+        "doctor --calibrate --output machine.yaml",
+    ]  # fmt: skip
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = add_command(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
     add_json(parser)
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the speed and memory of this machine in about a minute, and write them for `posttrain plan "
+        "--machine` (--output FILE; default: machine.yaml)",
+    )
     parser.add_argument("--faults", action="store_true", help="list the points at which POSTTRAIN_FAULT breaks a run")
     parser.add_argument(
         "--model",

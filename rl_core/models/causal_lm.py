@@ -21,7 +21,7 @@ from rl_core.storage.replaced_folders import replace_folder
 from rl_core.storage.verified_reading import verified
 
 if TYPE_CHECKING:  # the package takes seconds to import, and many commands load no model
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "context_length",
@@ -35,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "load_without_weights",
     "num_parameters",
+    "preset_config",
     "save",
     "save_weights",
     "use_own_template",
@@ -79,20 +80,31 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def preset_config(settings: ModelSettings, vocab_size: int, **token_ids: int | None) -> LlamaConfig:
+    """Configuration of a Llama of `settings.preset`'s shape. `token_ids`: `pad_token_id` and the like."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **PRESETS[settings.preset],
+        vocab_size=vocab_size,
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        **token_ids,
+    )
+
+
 def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A Llama of `settings.preset`'s shape for this tokenizer, its weights drawn from `seed` alone.
 
     Weights are drawn on the CPU under a forked generator, so they do not depend on the device and leave the global
     random state untouched. Adapters are added when `settings.lora` is given.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        **PRESETS[settings.preset],
-        vocab_size=len(tokenizer),
-        max_position_embeddings=settings.context,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
+    config = preset_config(
+        settings,
+        len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,309 @@
+"""Memory and time that `posttrain plan` tells beside measured ones: stages of 1M to 100M parameters on this machine.
+
+    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...]
+
+Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
+from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
+processor time of its steps after the first, with one thread. A finished case is DIR/cases/*.json and is not run again.
+The plan is made by the same functions as the command's, for a process without Prefect and MLflow; there is no loop, so
+no checkpoint either. The table goes to DIR/plan.md, and to --table FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from compare_speed import commit, kept, processor, run_python
+from speed import inputs
+
+PROMPT = 14  # mean tokens of a prompt of sums; rows of data have as many
+# parameters in millions -> hidden, layers, heads, key/value heads, inner
+SHAPES = {
+    1: (128, 4, 4, 2, 344),
+    3: (256, 4, 4, 2, 688),
+    10: (384, 6, 6, 3, 1032),
+    30: (640, 7, 10, 5, 1720),
+    100: (1024, 9, 16, 8, 2752),
+}
+TRAINED = dict(learning_rate=1e-5, warmup_steps=0)
+ROLLED = dict(
+    TRAINED, prompts_per_iteration=8, group_size=4, iterations=4, rewards={"speed.episodes:reward": 1.0},
+    sampling={"max_completion_tokens": 64, "slots": 32},
+)  # fmt: skip
+
+
+def case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
+    """One configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
+    shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
+    return {"stage": stage, "millions": millions, "length": length, "lora": lora, "vocabulary": vocabulary,
+            "settings": {**shared, **settings}}  # fmt: skip
+
+
+CASES = {
+    "sft-1M": case("sft", 1, batch_size=32),
+    "sft-10M": case("sft", 10),
+    "sft-10M-checkpointing": case("sft", 10, activation_checkpointing=True),
+    "sft-10M-vocabulary": case("sft", 10, vocabulary=16384, optimizer="muon", ema_decay=0.99),
+    "sft-30M-micro": case("sft", 30, micro_batch_tokens=1024),
+    "sft-100M": case("sft", 100, batch_size=8),
+    "sft-100M-lora": case("sft", 100, lora=True, batch_size=8),
+    "reward-10M": case("reward_model", 10, batch_size=8),
+    "dpo-30M": case("preference", 30, batch_size=4),
+    "dpo-30M-lora": case("preference", 30, lora=True, batch_size=4, micro_batch_tokens=512),
+    "grpo-3M": case("policy", 3),
+    "grpo-10M-kl": case("policy", 10, kl_coef=0.05),
+    "grpo-30M-lora": case("policy", 30, lora=True),
+    "ppo-10M": case("policy", 10, algorithm="ppo", kl_coef=0.05, epochs=2),
+}
+STEPS = 3  # of a case, the first of which is not timed
+CLOCK = "process_time"  # with one thread what the wall clock shows on a machine without other work
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--measure", metavar="CASE", help="take one case's steps in this process")
+    options = parser.parse_args()
+    if options.measure:
+        measure(CASES[options.measure], options.output)
+        return 0
+    output = options.output.resolve()
+    (output / "cases").mkdir(parents=True, exist_ok=True)
+    machine = options.machine or output / "machine.yaml"
+    if not machine.exists():
+        run_python(calibration(machine), 1)
+    rows, failures = [], 0
+    for name in options.cases.split(","):
+        print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+        try:
+            built(CASES[name], output)
+            found = kept(output / f"cases/{name}.json", partial(measured, name, output, options))
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
+            failures += 1
+            continue
+        rows.append({"case": name, **found, **planned(CASES[name], output, machine)})
+    text = table(rows, options)
+    (output / "plan.md").write_text(text)
+    if options.table:
+        options.table.write_text(text)
+    print(text)
+    return int(failures > 0)
+
+
+def calibration(machine):
+    """Arguments of a process that calibrates."""
+    code = (
+        "import sys, time; from pathlib import Path; from flows.cli.calibration_command import calibrate_machine; "
+        f"print(calibrate_machine(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
+    )
+    return ["-c", code, str(machine)]
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def planned(case, output, machine_file):
+    """Peak bytes and seconds of a step, as the command would tell them for a process without the pipeline."""
+    import dataclasses
+
+    from flows.planning.plan_target import Lengths, target_machine
+    from flows.planning.stage_plans import plan_stage
+    from flows.runtime.settings_files import read_settings_file
+    from rl_core.resources.stage_memory import StageMemory
+    from rl_core.settings.machine import MachineSettings
+    from tasks.config import from_dict
+
+    machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
+    target = target_machine(dataclasses.replace(machine, pipeline_bytes=0))
+    model = {"path": str(folder_of(case, output)), **({"lora": {}} if case["lora"] else {})}
+    data = {"heldout_fraction": 1e-6, "preferences": "pairs.jsonl"}  # all rows are trained on, none made of rollouts
+    values = {"name": "planned", "model": model, "stages": {"prepare_data": data, case["stage"]: case["settings"]}}
+    settings = from_dict(values, check_files=False, import_code=False)
+    is_policy = case["stage"] == "policy"
+    steps = case["settings"]["iterations"] if is_policy else STEPS
+    rows = None if is_policy else steps * case["settings"]["batch_size"]
+    plan = plan_stage(case["stage"], settings, target, Lengths(case["length"], PROMPT, None, rows))
+    phases = [phase for phase in plan.memory.phases if "checkpoint" not in phase.name]  # no loop saves here
+    memory = StageMemory(tuple(phases))
+    peak = memory.peak
+    return {
+        "parameters": plan.parameters, "plan_bytes": peak.total, "phase": peak.name, "binding": memory.binding,
+        "parts": dict(peak.parts), "plan_seconds": plan.time.likely / steps,
+        "plan_interval": [plan.time.low / steps, plan.time.high / steps],
+    }  # fmt: skip
+
+
+def table(rows, options):
+    """Planned beside measured, with the share of cases within 10% and 30%."""
+    lines = [
+        "# Plans beside measurements", "",
+        f"`posttrain plan` on {processor()}, one thread, seconds of processor time; commit {commit()}. Written by "
+        "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.", "",
+        "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
+        "| measured | ratio |",
+        "|---|---:|---:|---:|---:|---|---:|---:|---:|",
+    ]  # fmt: skip
+    for row in rows:
+        low, high = row["plan_interval"]
+        lines.append(
+            f"| {row['case']} | {row['parameters'] / 1e6:.1f}M | {row['plan_bytes'] / 2**20:,.0f} MiB | "
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB | {row['plan_bytes'] / row['peak_bytes']:.2f} | {row['phase']} | "
+            f"{row['plan_seconds']:.3g} s [{low:.3g}, {high:.3g}] | {row['seconds']:.3g} s | "
+            f"{row['plan_seconds'] / row['seconds']:.2f} |"
+        )
+    near = sum(abs(row["plan_bytes"] / row["peak_bytes"] - 1) <= 0.1 for row in rows)
+    timely = sum(abs(row["plan_seconds"] / row["seconds"] - 1) <= 0.3 for row in rows)
+    lines += ["", f"Memory within 10%: {near} of {len(rows)}. Time within 30%: {timely} of {len(rows)}.", ""]
+    return "\n".join(lines)
+
+
+# -- the measurement ---------------------------------------------------------------------------------------------------
+
+
+def folder_of(case, output):
+    return output / "models" / f"{case['millions']}M-{case['vocabulary']}"
+
+
+def built(case, output):
+    """Write the case's model, random weights and the tokenizer of `inputs`, in a process of its own."""
+    folder = folder_of(case, output)
+    if (folder / "model.safetensors").exists():
+        return
+    code = (
+        "import sys; from pathlib import Path; import plan_accuracy; "
+        "plan_accuracy.build(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])); from speed import inputs; "
+        "inputs.build(sys.argv[4], 'small')"
+    )
+    run_python(["-c", code, str(folder), str(case["millions"]), str(case["vocabulary"]), str(output / "inputs")])
+
+
+def build(folder, millions, vocabulary):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape = dict(zip(names, SHAPES[millions], strict=True), vocab_size=vocabulary)
+    torch.manual_seed(inputs.SEED)
+    LlamaForCausalLM(inputs.make_config(shape)).float().save_pretrained(folder)
+    inputs.make_tokenizer(vocabulary).save_pretrained(folder)
+
+
+def measured(name, output, options):
+    command = ["-m", "plan_accuracy", "--output", str(output), "--measure", name]
+    return {**json.loads(run_python(command, 1)), "commit": commit()}
+
+
+def measure(case, output):
+    """Take a case's steps and print its peak memory and the median of its seconds."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print where they like
+    import torch
+
+    from rl_core.machine_memory import peak_resident_bytes
+
+    torch.set_num_threads(1)
+    makers = {"sft": sft, "reward_model": reward_model, "preference": preference, "policy": policy}
+    trainer = makers[case["stage"]](case, output)
+    clock, seconds = getattr(time, CLOCK), []
+    for number in range(STEPS):
+        began = clock()
+        trainer.step()
+        if number:
+            seconds.append(clock() - began)
+    found = {"peak_bytes": peak_resident_bytes(), "seconds": statistics.median(seconds)}
+    print(json.dumps(found), file=answers, flush=True)
+
+
+def loaded(case, output):
+    """(model with adapters where the case has them, the model's settings)."""
+    from rl_core.models import causal_lm
+    from rl_core.settings import LoraSettings, ModelSettings
+
+    folder = folder_of(case, output)
+    settings = ModelSettings(path=str(folder), lora=LoraSettings() if case["lora"] else None)
+    return causal_lm.load(folder, settings)[0], settings
+
+
+def random_rows(case, count):
+    import numpy as np
+
+    return np.random.default_rng(0).integers(3, case["vocabulary"], (count, case["length"])).tolist()
+
+
+def sft(case, output):
+    from rl_core.settings import SFTSettings
+    from rl_core.trainers.sft import SFTTrainer
+
+    model, _ = loaded(case, output)
+    settings = SFTSettings(**case["settings"])
+    rows = random_rows(case, settings.batch_size * STEPS)
+    mask = [False] * PROMPT + [True] * (case["length"] - PROMPT)
+    return SFTTrainer(model, inputs.PAD, [(row, mask) for row in rows], [], settings, 0)
+
+
+def sides(case, count):
+    """Pairs of rows with a common beginning of PROMPT tokens."""
+    rows = random_rows(case, 2 * count)
+    return [(one, one[:PROMPT] + other[PROMPT:]) for one, other in zip(rows[::2], rows[1::2], strict=True)]
+
+
+def reward_model(case, output):
+    from rl_core.models import heads
+    from rl_core.settings import ModelSettings, RewardModelSettings
+    from rl_core.trainers.reward_model import RewardModelTrainer
+
+    folder = folder_of(case, output)
+    model, _ = heads.reward_model_from(folder, ModelSettings(path=str(folder)))
+    settings = RewardModelSettings(**case["settings"])
+    return RewardModelTrainer(model, inputs.PAD, sides(case, settings.batch_size * STEPS), [], settings, 0)
+
+
+def preference(case, output):
+    from rl_core.data.pairs import Pair, PairSide
+    from rl_core.settings import PreferenceSettings
+    from rl_core.trainers.preference import PreferenceTrainer
+
+    model, _ = loaded(case, output)
+    settings = PreferenceSettings(**case["settings"])
+
+    def side(row):
+        return PairSide(row[:PROMPT], row[PROMPT:], [True] * (len(row) - PROMPT))
+
+    pairs = [Pair(side(one), side(other)) for one, other in sides(case, settings.batch_size * STEPS)]
+    return PreferenceTrainer(model, inputs.PAD, pairs, [], settings, 0)
+
+
+def policy(case, output):
+    from speed.episodes import Characters, Sums
+
+    from rl_core.inference.engine import make_backend
+    from rl_core.rewards.orchestrator import RewardOrchestrator
+    from rl_core.settings import PolicySettings, SamplingSettings
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+
+    model, _ = loaded(case, output)
+    settings = PolicySettings(**{**case["settings"], "sampling": SamplingSettings(**case["settings"]["sampling"])})
+    reference = None
+    if settings.kl_coef > 0:
+        reference = model if case["lora"] else loaded(case, output)[0]
+    return PolicyGradientTrainer(
+        model, reference, Characters(inputs.make_tokenizer(512)), Sums(output / "inputs" / "small", 0), settings, 0,
+        RewardOrchestrator(settings.rewards, options=settings.reward_options),
+        make_backend(model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
