@@ -28,7 +28,8 @@ def check_startable(settings: PipelineSettings) -> None:
             "--rollouts: stages.policy.rollouts.server.python is not set; make vLLM's environment "
             "(deployments/vllm/README.md) and name its Python"
         )
-    if not os.access(Path(python).expanduser(), os.X_OK):
+    program = Path(python).expanduser()
+    if not (program.is_file() and os.access(program, os.X_OK)):
         raise SettingsError(f"--rollouts: stages.policy.rollouts.server.python: {python} is no program")
     host = urlsplit(rollouts.base_url).hostname or ""
     if host not in LOOPBACK:

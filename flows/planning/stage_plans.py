@@ -162,7 +162,7 @@ class _Stage:
         return self._plan(shape, phases, work)
 
     @staticmethod
-    def _single_sided(block: PreferenceSettings | RewardModelSettings) -> bool:
+    def _single_sided(block: SFTSettings | PreferenceSettings | RewardModelSettings) -> bool:
         return isinstance(block, RewardModelSettings) and block.loss == "mse"
 
     def _data_file(self, name: str) -> str | None:

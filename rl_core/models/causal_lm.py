@@ -80,7 +80,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def preset_config(settings: ModelSettings, vocab_size: int, **token_ids: int | None) -> LlamaConfig:
+def preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) -> LlamaConfig:
     """Configuration of a Llama of `settings.preset`'s shape. `token_ids`: `pad_token_id` and the like."""
     from transformers import LlamaConfig
 

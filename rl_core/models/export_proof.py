@@ -23,6 +23,7 @@ from rl_core.importing import child_import_path
 from rl_core.models.logprob_record import TokenRecord
 from rl_core.models.score_record import ScoreRecord
 from rl_core.settings import ExportSettings, ModelSettings
+from rl_core.settings.numerics import rounding_bound
 
 __all__ = ["ExportDifference", "compare_logprobs", "fresh_logprobs", "prove_export", "prove_scores"]
 
@@ -184,7 +185,7 @@ def fresh_logprobs(
 
 def _bounds(settings: ExportSettings, dtype: str) -> tuple[float, float]:
     """Limits of the largest and of the mean difference."""
-    bound = settings.bound if settings.bound is not None else 1e-3 if dtype == "float32" else 0.5
+    bound = settings.bound if settings.bound is not None else rounding_bound(dtype == "float32")
     return bound, settings.mean_bound if settings.mean_bound is not None else bound / 5
 
 

@@ -186,7 +186,7 @@ def _fused_attention() -> Iterator[None]:
         found: torch.Tensor = _FusedAttention.apply(query, key, value)
         return found
 
-    nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    nn.functional.scaled_dot_product_attention = attend
     try:
         yield
     finally:

@@ -123,7 +123,7 @@ def train_for_heap(recomputed: bool) -> None:
 
 def _heap_share(library: int, recomputed: bool) -> float:
     """Peak of a fresh process beyond what is live in it, as a share of its activations."""
-    model = _model(HEAP_SHAPE)
+    model: Any = _model(HEAP_SHAPE)
     shape = shape_of(model, LENGTH)
     tokens = HEAP_ROWS * LENGTH
     batch = MicroBatch(tokens, tokens, HEAP_ROWS * (LENGTH - 1))

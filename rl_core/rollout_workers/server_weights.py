@@ -18,6 +18,7 @@ from rl_core.rollout_workers.server_dialect import InferenceServer, LoadedWeight
 from rl_core.rollout_workers.weight_folders import WeightFolder, WeightFolders
 from rl_core.rollout_workers.weights import digests
 from rl_core.settings import SamplingSettings
+from rl_core.settings.numerics import rounding_bound
 from rl_core.timing import span
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class ServerWeights:
         if self._bound is not None:
             return self._bound
         is_float32 = next(self.model.parameters()).dtype == torch.float32
-        return 1e-3 if is_float32 and self.is_exact and "float32" in self.description.dtype else 0.5
+        return rounding_bound(is_float32 and self.is_exact and "float32" in self.description.dtype)
 
     def refresh(self) -> None:
         """Notice that the model's weights may have changed."""

@@ -22,6 +22,7 @@ from rl_core.rollout_workers.weights import WeightUpdate, all_weights, digest_of
 from rl_core.rollout_workers.worker import PlayedTask, PlayTask, TransferReport, WorkerSpec, runtime_versions
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, plan_groups, settle_failures
 from rl_core.settings import RolloutSettings, SamplingSettings
+from rl_core.settings.numerics import rounding_bound
 from rl_core.storage.faults import fault
 from rl_core.timing import span
 from rl_core.types import RolloutGroup
@@ -55,7 +56,7 @@ class TeamParts:
     def bound(self) -> float:
         """Largest difference of log-probs, in nats, that rounding explains."""
         is_float32 = next(self.model.parameters()).dtype == torch.float32
-        return 1e-3 if is_float32 and self.is_exact else 0.5
+        return rounding_bound(is_float32 and self.is_exact)
 
 
 @dataclass

@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 from rl_core.settings.base import Settings, setting
 
-__all__ = ["NumericsGateSettings", "decisive_numerics"]
+__all__ = ["NumericsGateSettings", "decisive_numerics", "rounding_bound"]
+
+
+def rounding_bound(is_float32: bool) -> float:
+    """Largest difference of a token's log-probability that rounding explains, nats; False = bfloat16 or float16."""
+    return 1e-3 if is_float32 else 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

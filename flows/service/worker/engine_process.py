@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +60,7 @@ class EngineProcess:
         self._computing = Computing(parts, self._runs, self._samplers, self._metrics)
         self._upkeep = Upkeep(parts, self._runs, self._samplers)
         self._versions = SavedVersions(parts, trackers)
-        self._stopping = threading.Event()
+        self._is_stopping = False  # a plain flag: an Event that is waited for would lock out the signal that sets it
 
     def _unloaded(self, model_id: str) -> None:
         """A run has left memory, saved or not."""
@@ -70,7 +69,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """Let `run` end after what it is computing; any thread, also a signal handler."""
-        self._stopping.set()
+        self._is_stopping = True
 
     def run(self) -> None:
         """Compute until `stop`, then save what has changed. Raises: FolderBusy where another worker runs."""
@@ -79,13 +78,13 @@ class EngineProcess:
             clear_leftovers(self._folder.root)
             again = self._store.reclaim()
             log.info("worker starts; %d requests were being computed", again)
-            while not self._stopping.is_set():
+            while not self._is_stopping:
                 try:
                     self.step()
                 except (BackendError, OSError) as error:  # memory may be ahead of the store
                     log.error("%s; trying again", error)
                     self._runs.drop_all()
-                    self._stopping.wait(RETRY_SECONDS)
+                    self._pause(RETRY_SECONDS)
                     self._again()
             self._runs.save_all()
             self._metrics.close()
@@ -93,24 +92,29 @@ class EngineProcess:
 
     def _again(self) -> None:
         """Put back what was being computed, once the store answers."""
-        while not self._stopping.is_set():
+        while not self._is_stopping:
             try:
                 self._store.reclaim(died=False)
                 return
             except (BackendError, OSError):
-                self._stopping.wait(RETRY_SECONDS)
+                self._pause(RETRY_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._is_stopping and time.monotonic() < until:
+            time.sleep(0.05)
 
     def step(self, wait: float = WAIT_SECONDS) -> int:
         """One round, or a wait for a request; the number of requests computed. Raises: BackendError, OSError."""
         seen = self._store.changes()
         if ready := self._store.ready():
-            number = self._computing.compute(choose(ready, self._most, self._most_runs), self._stopping.is_set)
+            number = self._computing.compute(choose(ready, self._most, self._most_runs), lambda: self._is_stopping)
         else:
             number = 0
             self._runs.save_due()
             self._versions.step()
             until = time.monotonic() + wait
-            while not self._stopping.is_set() and time.monotonic() < until:
+            while not self._is_stopping and time.monotonic() < until:
                 if self._store.wait_for_change(seen, 0.1) != seen:
                     break
         self._upkeep.when_due()

@@ -15,6 +15,7 @@ from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.logprob_record import vocabulary_size
 from rl_core.rollout_workers.sampler_probe import SEQUENCES, Probe, play_probe, trainer_difference
 from rl_core.settings import PolicySettings, SamplingSettings
+from rl_core.settings.numerics import rounding_bound
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
 
@@ -54,7 +55,7 @@ class NumericsGate:
             return settings.numerics.bound
         if settings.corrects_sampler or settings.sampler_kl_max is not None:
             return None
-        return 1e-3 if self.optimizer_step.computes_in_float32 else 0.5
+        return rounding_bound(self.optimizer_step.computes_in_float32)
 
     def is_due(self, iteration: int) -> bool:
         """True = the update of this iteration is to be checked."""

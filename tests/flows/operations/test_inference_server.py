@@ -112,6 +112,7 @@ def test_a_quantised_base_is_another_model(tmp_path, model, python):
     [
         ({"python": None}, "rollouts.server.python is not set"),
         ({"python": "/nowhere/python"}, "/nowhere/python is no program"),
+        ({"python": "/tmp"}, "/tmp is no program"),
         ({"address": "gpu.example:8000"}, "address is on gpu.example"),
     ],
 )
