@@ -27,6 +27,8 @@ from rl_core.resources.stage_memory import (
 from rl_core.resources.stage_time import StageTime
 from rl_core.resources.stage_work import StageWork, decoding_work, scoring_work, training_work
 from rl_core.settings import (
+    DistillationSettings,
+    EvaluationSettings,
     LoopSettings,
     ModelSettings,
     OptimizerSettings,
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelinePlan", "StagePlan", "plan_pipeline", "plan_stage"]
 
-_PLANNED = ("sft", "distill", "preference", "reward_model", "policy", "evaluate")
+_PLANNED = (
+    DistillationSettings, EvaluationSettings, PolicySettings, PreferenceSettings, RewardModelSettings, SFTSettings
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,9 @@ def plan_pipeline(settings: PipelineSettings, target: Target, lengths: Lengths) 
     """
     models: dict[bool, _PlannedModel] = {}
     active = [name for name in stage_registry.names() if getattr(settings.stages, name) is not None]
-    plans = tuple(plan_stage(name, settings, target, lengths, models) for name in active if name in _PLANNED)
-    return PipelinePlan(plans, tuple(name for name in active if name not in _PLANNED))
+    planned = [name for name in active if isinstance(getattr(settings.stages, name), _PLANNED)]
+    plans = tuple(plan_stage(name, settings, target, lengths, models) for name in planned)
+    return PipelinePlan(plans, tuple(name for name in active if name not in planned))
 
 
 def plan_stage(
@@ -102,15 +107,15 @@ def plan_stage(
 ) -> StagePlan:
     """Plan of one stage. `models`: made by earlier calls for the same settings, by whether they have adapters."""
     block = getattr(settings.stages, name)
-    with_adapters = name != "reward_model"  # its stage trains all weights, whatever model.lora says
+    with_adapters = not isinstance(block, RewardModelSettings)  # its stage trains all weights, whatever model.lora says
     models = {} if models is None else models
     if with_adapters not in models:
         chosen = settings.model if with_adapters else dataclasses.replace(settings.model, lora=None)
         models[with_adapters] = _PlannedModel(chosen, context_of(settings.model) or 2**20)
     stage = _Stage(name, settings, target, lengths, models[with_adapters])
-    if name == "evaluate":
+    if isinstance(block, EvaluationSettings):
         return stage.evaluation(block)
-    if name == "distill":
+    if isinstance(block, DistillationSettings):
         return stage.policy(block.policy())
     return stage.policy(block) if isinstance(block, PolicySettings) else stage.supervised(block)
 

@@ -142,8 +142,9 @@ def test_what_survives_supervisor_and_keepers_is_cleared_by_the_next_up(world):
     child = world.up()
     read_until(child, "Ctrl-C")
     keepers = [service["process"]["pid"] for service in world.status()["services"]]
-    for pid in [child.pid, *keepers]:
-        os.kill(pid, signal.SIGKILL)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, as a keeper cleans up once its supervisor is gone
+        for pid in [child.pid, *keepers]:
+            os.kill(pid, number)
     child.wait()
     left = wait_for(world.left)  # the servers' children, at least
     code, text = world.call("up", "--detach")
