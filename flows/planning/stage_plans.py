@@ -343,7 +343,10 @@ class _Stage:
     def _activations(self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch) -> Activations:
         machine = self.target.machine
         if self._is_packed(block):
-            return of_packed_forward(shape, batch).in_heap(machine.heap_share if machine else 0.0)
+            found = of_packed_forward(shape, batch)
+            if machine is None:
+                return found
+            return found.in_heap(machine.heap_share_adapters if shape.ranks else machine.heap_share)
         found = of_transformers(
             self.model.module, shape, batch, device=self.target.device, autocast=block.autocast == "bfloat16",
             checkpointing=block.activation_checkpointing,

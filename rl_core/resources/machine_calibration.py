@@ -21,13 +21,14 @@ from rl_core.cpu.int8_gemm import load as int8_products
 from rl_core.errors import BackendError
 from rl_core.inference.engine import make_backend
 from rl_core.machine_memory import machine_memory
+from rl_core.models import lora
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.resources.activations import MicroBatch, of_packed_forward, of_transformers
 from rl_core.resources.model_shape import ModelShape, shape_of
 from rl_core.resources.stage_work import decoding_work, scoring_work, training_work
 from rl_core.rollouts.batching import TrainRow, make_batches
-from rl_core.settings import SamplingSettings, SFTSettings
+from rl_core.settings import LoraSettings, SamplingSettings, SFTSettings
 from rl_core.settings.machine import MachineSettings, MeasuredSpeed, ProductSpeed
 from rl_core.trainers.sft import SFTTrainer
 
@@ -48,7 +49,7 @@ PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
 REPEATS = 3
 
 _ONE_STEP = "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
-_HEAP = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed})"
+_HEAP = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed}, {adapters})"
 _PEAK = "; from rl_core.machine_memory import peak_resident_bytes as peak; print(peak())"
 
 
@@ -68,7 +69,8 @@ def calibrate(
     """
     library = process_bytes()
     pipeline = process_bytes(pipeline_imports) - library if pipeline_imports else 0
-    packed, recomputed = _heap_share(library, False), _heap_share(library, True)
+    packed, recomputed = _heap_share(library), _heap_share(library, recomputed=True)
+    adapted = _heap_share(library, adapters=True)
     copy, read = _memory_speeds(repeats, clock)
     models = [(shape, _model(shape)) for shape in SHAPES]
     sizes = [shape_of(model, LENGTH) for _, model in models]
@@ -86,7 +88,7 @@ def calibrate(
     return MachineSettings(
         name=name, threads=torch.get_num_threads(), memory_bytes=machine_memory(), library_bytes=library,
         pipeline_bytes=max(0, pipeline), heap_share=packed, heap_share_recomputed=recomputed,
-        packed_weight_bytes=_packed_weight_bytes(), decode_step_seconds=step,
+        heap_share_adapters=adapted, packed_weight_bytes=_packed_weight_bytes(), decode_step_seconds=step,
         decode_row_seconds=row, copy_bytes_per_second=copy, read_bytes_per_second=read,
         products=_products(repeats, clock),
         **{kind: tuple(speeds) for kind, speeds in found.items()},
@@ -114,14 +116,17 @@ def _peak_of(code: str) -> int:
     return int(done.stdout.strip().splitlines()[-1])
 
 
-def train_for_heap(recomputed: bool) -> None:
+def train_for_heap(recomputed: bool, adapters: bool) -> None:
     """Steps of a model of 3M parameters, whose activations are larger than anything else."""
-    step = _training(_model(HEAP_SHAPE), rows=HEAP_ROWS, recomputed=recomputed)
+    model: Any = _model(HEAP_SHAPE)
+    if adapters:
+        model = lora.add_adapter(model, LoraSettings())
+    step = _training(model, rows=HEAP_ROWS, recomputed=recomputed)
     for _ in range(HEAP_STEPS):
         step()
 
 
-def _heap_share(library: int, recomputed: bool) -> float:
+def _heap_share(library: int, *, recomputed: bool = False, adapters: bool = False) -> float:
     """Peak of a fresh process beyond what is live in it, as a share of its activations."""
     model: Any = _model(HEAP_SHAPE)
     shape = shape_of(model, LENGTH)
@@ -131,8 +136,10 @@ def _heap_share(library: int, recomputed: bool) -> float:
     if recomputed:
         model = model.to("meta")
         live = of_transformers(model, shape, batch, device="cpu", autocast=False, checkpointing=True)
-    held = 12 * shape.parameters  # weights and moments
-    beyond = _peak_of(_HEAP.format(recomputed=recomputed)) - library - held - live.kept - live.temporary
+    held = (4 if adapters else 12) * shape.parameters  # weights, and the moments of what is trained
+    beyond = (
+        _peak_of(_HEAP.format(recomputed=recomputed, adapters=adapters)) - library - held - live.kept - live.temporary
+    )
     return max(0.0, beyond / (live.kept + live.temporary))
 
 

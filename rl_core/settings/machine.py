@@ -49,6 +49,7 @@ class MachineSettings(Settings):
         0.0, ge=0, doc="memory that the heap takes beyond live activations, as a share of them: holes between tensors"
     )
     heap_share_recomputed: float = setting(0.0, ge=0, doc="the same of transformers' own pass with checkpointing")
+    heap_share_adapters: float = setting(0.0, ge=0, doc="the same with adapters, whose products come between others")
     packed_weight_bytes: float = setting(4.0, gt=0, doc="of a weight's copy for rollouts, in bytes")
     training: tuple[MeasuredSpeed, ...] = setting(doc="optimizer steps, by the operations of forward and backward")
     scoring: tuple[MeasuredSpeed, ...] = setting(doc="forward passes without gradient")

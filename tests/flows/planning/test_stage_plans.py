@@ -129,6 +129,19 @@ POLICY = {"policy": {"prompts_per_iteration": 2, "group_size": 4, "iterations": 
                      "sampling": {"max_completion_tokens": 16, "slots": 6}}}  # fmt: skip
 
 
+def test_holes_of_the_heap_are_those_that_were_calibrated_with_or_without_adapters(folder_of_model):
+    target = roomy(machine=machine(heap_share=0.25, heap_share_adapters=0.75))
+    for adapters, share in ((None, 0.25), ({"rank": 2}, 0.75)):
+        options = {"path": folder_of_model, **({"lora": adapters} if adapters else {})}
+        without = planned(SFT, lengths=Lengths(row=64), **options)
+        found = phase(planned(SFT, target, Lengths(row=64), **options), "backward")
+        live = sum(phase(without, "backward").values())
+        assert sum(found.values()) == live + found["holes of the heap"] and "holes of the heap" not in phase(
+            without, "backward"
+        )
+        assert found["holes of the heap"] >= int(share * found["activations"])
+
+
 def test_rollouts_reserve_keys_and_values_of_all_slots():
     """6 slots of 24 tokens: 2 layers, keys and values of width 16, float32; the weights that are multiplied, packed."""
     parts = phase(planned(POLICY, lengths=Lengths(prompt=8)), "rollouts")
