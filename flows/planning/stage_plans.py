@@ -145,6 +145,8 @@ class _Stage:
         sides = 1 if is_sft or self._single_sided(block) else 2
         row = self.lengths.of_row(shape.context)
         prompt = min(self.lengths.prompt or 0, row - 1)
+        if self.lengths.row is None:
+            self.notes.append(f"rows count at {row:,} tokens, the longest that fit: --row-tokens gives their mean")
         per_step = -(-block.batch_size // self.processes)
         read = 1 if isinstance(block, RewardModelSettings) else row - prompt  # a reward model reads the last state
         batch = self._micro_batch(block, per_step, row, read, sides=sides, group=sides, prompt=prompt)

@@ -203,7 +203,7 @@ def test_gpus_have_published_intervals_or_lower_bounds():
     memory = known.work.traffic_bytes / 3.35e12
     assert known.time.low == pytest.approx(known.work.training_flops / (0.43 * 989e12) + memory)
     assert known.time.high == pytest.approx(known.work.training_flops / (0.38 * 989e12) + memory)
-    assert known.notes == ("launch uses 1 of 2 GPUs: set launch.processes",)
+    assert "launch uses 1 of 2 GPUs: set launch.processes" in known.notes
     assert planned(SFT, target=target_gpus("B200")).time.high is None  # no MFU is published
     assert planned(POLICY, target=target_gpus("h100")).time.high is None  # rollouts: the device's limit alone
     assert target_gpus("4xA100-40GB").memory_bytes == 40 * 10**9
@@ -216,8 +216,14 @@ def test_rows_come_from_files_and_settings(tmp_path):
     data = {"prepare_data": {"num_demonstrations": 100, "heldout_fraction": 0.2}}
     assert planned({**data, **SFT}).work.updates == 20  # 80 rows in batches of 4
     unknown = planned({"prepare_data": {"demonstrations": "rows.csv"}, **SFT})
-    assert unknown.work is unknown.time is None and "rows of the data are not known" in unknown.notes[0]
+    assert unknown.work is unknown.time is None and "rows of the data are not known" in unknown.notes[-1]
     assert planned({"prepare_data": {"demonstrations": "rows.csv"}, **SFT}, lengths=Lengths(rows=5)).work is not None
+
+
+def test_a_plan_says_that_rows_count_at_their_longest():
+    (note,) = (note for note in planned(SFT).notes if "rows count" in note)
+    assert note == "rows count at 64 tokens, the longest that fit: --row-tokens gives their mean"
+    assert not [note for note in planned(SFT, lengths=Lengths(row=16)).notes if "rows count" in note]
 
 
 def test_all_stages_of_a_pipeline_are_planned_or_named():
