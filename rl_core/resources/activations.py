@@ -172,10 +172,6 @@ class _FusedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        raise NotImplementedError("shapes alone")
-
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
