@@ -29,6 +29,7 @@ from tasks.config import resolve
 __all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "served"]
 
 ROOT = Path(__file__).parents[2]
+LONGEST_IDLE = 30.0  # seconds of a connection; the server closes them after 75
 RANKS = (4, 8, 16, 32)
 SIZES = {"tiny": (1, 16), "small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
 
@@ -91,22 +92,27 @@ class Connections:
         self._host, _, port = address.removeprefix("http://").partition(":")
         self._port = int(port)
         self._head = f"Host: {self._host}:{port}\r\nX-API-Key: {key}\r\n"
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes, content_type: str) -> Reply:
         """One exchange."""
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        while self._idle and time.monotonic() - self._idle[0][0] > LONGEST_IDLE:
+            self._idle.pop(0)[2].close()
+        _, reader, writer = self._idle.pop() if self._idle else await self._connect()
         head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         found = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(found.partition(b"content-length:")[2].partition(b"\r\n")[0])
         reply = Reply(int(found[9:12]), await reader.readexactly(length) if length else b"")
-        self._idle.append((reader, writer))
+        self._idle.append((time.monotonic(), reader, writer))
         return reply
+
+    async def _connect(self) -> tuple[float, asyncio.StreamReader, asyncio.StreamWriter]:
+        return time.monotonic(), *await asyncio.open_connection(self._host, self._port)
 
     async def close(self) -> None:
         """End all connections."""
-        for _, writer in self._idle:
+        for _, _, writer in self._idle:
             writer.close()
 
 
