@@ -173,7 +173,7 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
         askers = [Client(address, key) for _ in range(CLIENTS)]
         whole: list[float] = []
         promised: list[float] = []
-        ids: list[tuple[str, float]] = []
+        ids: list[tuple[str, float, float]] = []  # request, when it was asked for (s since the epoch), seconds it took
         times = Times(others)
 
         async def ask(number: int, client: Client) -> None:
@@ -184,7 +184,7 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
                     "sampling_session_id": sampler, "seq_id": 1 + number * 10_000 + turn, "prompt": prompt,
                     "sampling_params": {"max_tokens": 1},
                 }  # fmt: skip
-                begun = time.perf_counter()
+                asked, begun = time.time(), time.perf_counter()
                 promise = (await client.send("asample", body)).json()
                 accepted = time.perf_counter() - begun
                 await client.result(promise)
@@ -192,7 +192,7 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
                 if turn:  # the first opens connections
                     promised.append(accepted)
                     whole.append(took)
-                    ids.append((promise["request_id"], took))
+                    ids.append((promise["request_id"], asked, took))
                 await asyncio.sleep(max(0.0, PAUSE - took))
 
         begun = times.mark()
@@ -210,20 +210,42 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
 
 
 def overheads(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """The row with quantiles in place of single times; the time of computing is taken off each."""
+    """The row with quantiles in place of single times. `overhead` is the whole without the request's own computing;
+    `waiting` is the part of it in which the worker computed for others, `future` is the rest."""
     store = ServiceStore(f"sqlite:///{folder}/service.db")
-    over, served_ms = [], []
-    for request_id, took in row.pop("ids"):
+    served: list[tuple[float, float]] = []
+    for request_id, _, _ in row["ids"]:
         found = store.result(request_id)
         assert found is not None and found.started is not None and found.finished is not None
-        served_ms.append(found.finished - found.started)
-        over.append(took - served_ms[-1])
+        served.append((found.started, found.finished))
     store.close()
-    whole, promised = row.pop("whole"), row.pop("promised")
-    for name, values in (("whole", whole), ("promised", promised), ("computing", served_ms), ("overhead", over)):
-        ordered = sorted(values)
+    busy = _union(served)
+    values: dict[str, list[float]] = {"whole": row.pop("whole"), "promised": row.pop("promised")}
+    values["computing"] = [finished - started for started, finished in served]
+    pairs = list(zip(row.pop("ids"), served, strict=True))
+    values["overhead"] = [took - (finished - started) for (_, _, took), (started, finished) in pairs]
+    values["waiting"] = [_overlap(busy, asked, started) for (_, asked, _), (started, _) in pairs]
+    values["future"] = [over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)]
+    for name, found_values in values.items():
+        ordered = sorted(found_values)
         row |= {f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2) for share in (50, 99)}
-    return row | {"futures": len(whole), "load": os.getloadavg()[0]}
+    return row | {"futures": len(pairs), "load": os.getloadavg()[0]}
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of seconds that do not touch and cover the same time, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds of [start, end] within spans that do not touch."""
+    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
 
 
 def main() -> None:

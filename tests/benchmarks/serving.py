@@ -201,6 +201,8 @@ def peer(
     """The same load on `transformers serve`."""
     command = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder), "--host", "127.0.0.1", "--port",
                str(port), "--device", "cpu", "--dtype", "float32", *arguments.peer_option]  # fmt: skip
+    (output / "hub").mkdir(exist_ok=True)  # its list of models reads the hub's cache, and fails where there is none
+    os.environ.setdefault("HF_HUB_CACHE", str((output / "hub").resolve()))
     with process(command, threads, output / "transformers.log", f"http://127.0.0.1:{port}/v1/models", {}):
         return [
             measured(f"http://127.0.0.1:{port}/v1", "none", str(folder), count, arguments.tokens, arguments.seconds,
