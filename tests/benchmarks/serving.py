@@ -4,8 +4,8 @@
 
 Every client is a coroutine of one process that asks again as soon as it has an answer; with the package openai its
 AsyncOpenAI, else httpx. Servers run as processes of their own, so clients and server share the machine's processors.
-The offline engine plays as many sequences at once as there are clients, in a process with the server's threads. Peer:
-`transformers serve` on the same folder (needs the packages that it asks for).
+The offline engine plays as many sequences at once as there are clients, in a process with the server's threads, alone
+and beside a busy interpreter. Peer: `transformers serve` on the same folder (needs the packages that it asks for).
 """
 
 from __future__ import annotations
@@ -80,6 +80,18 @@ def environment(threads: int) -> dict[str, str]:
     """Variables of measured processes."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+
+
+@contextlib.contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """An interpreter that counts until the block ends, as clients and HTTP servers keep another processor busy: on
+    processors that share a core's units, the engine is slower beside it."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: sum(i * i for i in range(1000))"])
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
 
 
 @contextlib.contextmanager
@@ -240,6 +252,8 @@ def main() -> None:
                              "client": "openai" if arguments.official else "httpx"}  # fmt: skip
     threads, output = arguments.threads, arguments.output
     found["offline"] = offline(folder, arguments.clients, arguments.tokens, threads)
+    with busy_neighbour():
+        found["offline_beside_busy"] = offline(folder, arguments.clients, arguments.tokens, threads)
     with served(folder, output, arguments.port, threads) as (url, key):
         found["serve"] = [
             measured(url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official)
