@@ -47,6 +47,7 @@ HEAP_SHAPE, HEAP_ROWS, HEAP_STEPS = (256, 4, 4, 2, 688), 64, 3
 COPIED = 2**26  # float32 values of the copy: 256 MiB, which no cache holds
 PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
 REPEATS = 3
+PROCESS_SECONDS = 300.0  # of a process that measures memory
 
 _ONE_STEP = "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
 _HEAP = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed}, {adapters})"
@@ -110,9 +111,17 @@ def _peak_of(code: str) -> int:
     """Peak resident memory of a process that runs this code."""
     code += _PEAK
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=PROCESS_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendError(
+            f"a process that measures memory took longer than {PROCESS_SECONDS:g} s; try again with less beside it"
+        ) from None
     if done.returncode:
-        raise BackendError(f"a process that measures memory failed: {done.stderr.strip().splitlines()[-1:]}")
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise BackendError(f"a process that measures memory failed: {reason[0]}")
     return int(done.stdout.strip().splitlines()[-1])
 
 
