@@ -7,7 +7,7 @@ import torch
 
 from flows.cli.calibration_command import calibrate_machine
 from flows.runtime.settings_files import read_settings_file
-from rl_core.errors import BackendError
+from rl_core.errors import BackendError, SettingsError
 from rl_core.resources import machine_calibration as calibration
 from rl_core.resources.activations import MicroBatch, of_packed_forward
 from rl_core.resources.model_shape import shape_of
@@ -62,6 +62,13 @@ def test_the_file_is_one_that_a_plan_reads(small, tmp_path):
     assert found.library_bytes == 100_000_000 and [point.hidden_size for point in found.scoring] == [32, 64]
     assert re.search(r"training: .* \(32\), .* \(64\) GFLOP/s", said) and f"--machine {path}" in said
     assert f"{found.threads} threads" in said
+
+
+def test_a_file_that_cannot_be_is_refused_before_a_minute_is_spent(small, tmp_path):
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "machine.yaml", "none is no folder that")):
+        with pytest.raises(SettingsError, match=f"--output: {path} .*{message}"):
+            calibrate_machine(path, as_json=False)
+    assert small == []
 
 
 def test_a_process_that_fails_or_hangs_is_one_line(monkeypatch):
