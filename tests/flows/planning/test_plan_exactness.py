@@ -1,12 +1,15 @@
 """Plans of several processes, of adapters, of GPT-2's layers and of experts: by hand, as the library computes them."""
 
+import dataclasses
 import json
 
 import pytest
 
+from flows.planning.plan_notes import notes_on_rollouts
 from flows.planning.plan_target import Lengths, Target, target_gpus
 from flows.planning.resource_report import _count, _duration
 from flows.planning.stage_plans import plan_stage
+from rl_core.settings import PolicySettings, RolloutSettings
 from tasks.config import from_dict
 
 POLICY = {"prompts_per_iteration": 2, "group_size": 4, "iterations": 3,
@@ -34,7 +37,7 @@ def model_of(tmp_path):
 
 
 def planned(stage, block, target=CPU, lengths=None, **model):
-    stages = {"prepare_data": {}, stage: block}
+    stages = {"prepare_data": {"preferences": "rows.jsonl"}, stage: block}
     values = {"name": "planned", "model": {"preset": "nano", "context": 64, **model}, "stages": stages}
     if "path" in model:
         values["model"] = {"context": 64, **model}
@@ -57,7 +60,7 @@ def test_rollouts_of_several_processes_hold_whole_weights(target):
 
 
 def test_each_process_reads_the_weights_in_every_step():
-    """16 rollouts of 16 tokens, on 2 slots of one process or of each of two."""
+    """8 rollouts of 16 tokens an iteration, on 2 slots of one process or of each of two."""
     alone, shared = planned("policy", POLICY), planned("policy", {**POLICY, **TWO})
     kept = 3 * 8 * 16 * (8 + 16 / 2) * 2 * 2 * 16 * 4  # keys and values that the tokens read
     assert shared.work.decode_steps == alone.work.decode_steps / 2 == 3 * 32
@@ -79,7 +82,7 @@ def test_a_layer_under_an_adapter_leaves_out_four_operations_a_token(model_of):
 def test_weights_of_gpt2_are_read_and_merged(model_of):
     """Its layers are transposed ones of transformers, no `nn.Linear`."""
     block = 32 * 96 + 32 * 32 + 2 * 32 * 128  # qkv, projection, MLP: their weights
-    plan = planned("policy", POLICY, **model_of(GPT2), lora={"rank": 2})
+    plan = planned("policy", POLICY, **model_of(GPT2), lora={"rank": 2, "target_modules": "all-linear"})
     assert parts_of(plan, "rollouts")["merged weights"] == 4 * block
     alone = planned("policy", POLICY, **model_of(GPT2))
     assert alone.work.decode_bytes > alone.work.decode_steps * 4 * (block + 512 * 32)
@@ -87,7 +90,8 @@ def test_weights_of_gpt2_are_read_and_merged(model_of):
 
 def test_kto_learns_from_one_side_and_reads_another_without_gradient():
     """Rows of 32 tokens, 2 of which (128 // 2 sides // 32) fit into a micro-batch; pairs would have 4 there."""
-    block = {"batch_size": 4, "micro_batch_tokens": 128, "epochs": 1}
+    sampling = {"max_completion_tokens": 16}
+    block = {"batch_size": 4, "micro_batch_tokens": 128, "epochs": 1, "sampling": sampling}
     data = Lengths(row=32, rows=40)
     kto, dpo = (planned("preference", {**block, "loss": loss}, lengths=data) for loss in ("kto", "dpo"))
     rows = kto.work.updates * 4
@@ -98,8 +102,14 @@ def test_kto_learns_from_one_side_and_reads_another_without_gradient():
 
 
 def test_experts_are_said_to_count_all(model_of):
-    (note,) = (note for note in planned("sft", {"batch_size": 4}, **model_of(EXPERTS)).notes if "experts" in note)
+    """torch's grouped product takes no float32 on the meta device, where activations are recorded."""
+    plan = planned("sft", {"batch_size": 4}, **model_of(EXPERTS))
+    (note,) = (note for note in plan.notes if "experts" in note)
     assert note.startswith("a token meets 2 of 8 experts, but all count in operations and time")
+    more = planned("sft", {"batch_size": 4}, **model_of({**EXPERTS, "num_experts_per_tok": 4}))
+    kept = [parts_of(one, "backward")["activations"] for one in (plan, more)]
+    beside = 4 * 4 * 64 * 2 * (32 + 48)  # of two more rows for each of 4 x 64 tokens: inputs of both products
+    assert kept[1] - kept[0] > beside
     assert not [note for note in planned("sft", {"batch_size": 4}).notes if "experts" in note]
 
 
@@ -110,9 +120,10 @@ def test_fewer_gpus_than_processes_are_said():
 
 
 def test_rollouts_beside_the_process_are_said():
-    asked = {**POLICY, "rollouts": {"workers": "ray"}}
-    (note,) = (note for note in planned("policy", asked).notes if "played beside" in note)
-    assert "(workers: ray)" in note and not [one for one in planned("policy", POLICY).notes if "beside" in one]
+    block = PolicySettings()
+    beside = dataclasses.replace(block, rollouts=RolloutSettings(workers="ray"))
+    (note,) = set(notes_on_rollouts(beside, Lengths())) - set(notes_on_rollouts(block, Lengths()))
+    assert "but are played beside it (workers: ray)" in note
 
 
 @pytest.mark.parametrize(
