@@ -190,19 +190,20 @@ def _model(shape: tuple[int, int, int, int, int]) -> PreTrainedModel:
         return LlamaForCausalLM(config).float()
 
 
-def _rows(count: int = ROWS) -> list[list[int]]:
+def _rows(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, VOCABULARY, (count, LENGTH), generator=generator).tolist()
 
 
-def _training(model: PreTrainedModel, rows: int = ROWS, *, recomputed: bool = False) -> Callable[[], object]:
+def _training(model: PreTrainedModel, rows: int | None = None, *, recomputed: bool = False) -> Callable[[], object]:
+    rows = ROWS if rows is None else rows
     data = [(row, [False] + [True] * (LENGTH - 1)) for row in _rows(rows)]
     settings = SFTSettings(batch_size=rows, epochs=1000, learning_rate=1e-5, activation_checkpointing=recomputed)
     return SFTTrainer(model, 0, data, [], settings, 0).step
 
 
 def _scoring(model: PreTrainedModel) -> Callable[[], object]:
-    rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _rows()]
+    rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _rows(ROWS)]
     (batch,) = make_batches(rows, ROWS * LENGTH, 0)
 
     def score() -> None:
