@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from rl_core.errors import SettingsError
 
 __all__ = ["DEFAULT_FILE", "calibrate_machine"]
 
@@ -19,8 +22,13 @@ _PIPELINE = ("prefect", "mlflow", "flows.post_training")  # what a pipeline's pr
 def calibrate_machine(path: Path, *, as_json: bool, clock: Clock = time.perf_counter) -> str:
     """Measure for about a minute and write the file; text about it, or the settings as JSON.
 
-    Raises: BackendError where a process that measures memory fails; CheckpointError where the file cannot be written.
+    Raises: SettingsError, before anything is measured, where there is no folder for the file; BackendError where a
+        process that measures memory fails; CheckpointError where the file cannot be written.
     """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = "is a folder" if path.is_dir() else f"cannot be written: {path.parent} is no folder that takes files"
+        raise SettingsError(f"--output: {path} {problem}; name a file for the speeds")
+
     import yaml
 
     from rl_core.resources.machine_calibration import calibrate

@@ -42,10 +42,11 @@ def _resources(arguments: argparse.Namespace) -> int:
         machine, _ = read_settings_file(MachineSettings, arguments.machine, shipped_name=arguments.machine)
     if isinstance(arguments.gpus, int):
         raise SettingsError(f"--gpus: {arguments.gpus} of which kind? Write {arguments.gpus}xH200 (or add --simulate)")
-    target = target_machine(machine) if arguments.gpus is None else target_gpus(arguments.gpus)
-    if arguments.gpus is not None:  # the plan is for another machine than this one, which may have no GPU
+    gpus = None if arguments.gpus is None else target_gpus(arguments.gpus)
+    if gpus is not None:  # the plan is for another machine than this one, which may have no GPU
         arguments.set = [*arguments.set, "model.device=auto"]
     settings = loading.load(arguments, import_code=False)
+    target = target_machine(machine) if gpus is None else gpus
     lengths = Lengths(arguments.row_tokens, arguments.prompt_tokens, arguments.completion_tokens, arguments.rows)
 
     from flows.planning.fitting_changes import changes_for, fits

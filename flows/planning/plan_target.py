@@ -1,11 +1,9 @@
-"""Device that a plan is for, and the lengths and rows that a configuration leaves open."""
+"""Device that a plan is for, and the lengths that a configuration leaves open."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from rl_core.data.files import data_files
 from rl_core.machine_memory import machine_memory
 from rl_core.resources.gpus import Gpu, parse_gpus
 from rl_core.resources.machine_calibration import process_bytes
@@ -15,7 +13,7 @@ from rl_core.resources.stage_work import StageWork
 from rl_core.settings import LoraSettings, ModelSettings, SamplingSettings
 from rl_core.settings.machine import MachineSettings
 
-__all__ = ["Lengths", "Target", "known_rows", "target_gpus", "target_machine"]
+__all__ = ["Lengths", "Target", "target_gpus", "target_machine"]
 
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ROUNDED = {"nf4": 0.5, "int8": 1.0}  # bytes of a weight, scales aside
@@ -83,17 +81,3 @@ class Lengths:
         longest = min(sampling.max_completion_tokens, context - 1)
         prompt = min(self.prompt or context - longest, context - 1)
         return prompt, min(self.completion or longest, longest, context - prompt)
-
-
-def known_rows(path: str | None) -> int | None:
-    """Rows of JSON Lines files; None for other kinds of files, or none at all."""
-    if path is None:
-        return None
-    files = data_files(Path(path))
-    if not files or any(file.suffix != ".jsonl" for file in files):
-        return None
-    count = 0
-    for file in files:
-        with file.open("rb") as lines:
-            count += sum(1 for line in lines if line.strip())
-    return count

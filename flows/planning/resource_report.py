@@ -133,9 +133,10 @@ def _interval(time: StageTime) -> str:
 def _duration(seconds: float, *, signed: bool = False) -> str:
     sign = ("+" if seconds >= 0 else "-") if signed else ""
     size = abs(seconds)
-    if size >= 3600:
-        return f"{sign}{size / 3600:.3g} h"
-    return f"{sign}{size / 60:.3g} min" if size >= 60 else f"{sign}{size:.3g} s"
+    for limit, unit in ((3600, "h"), (60, "min")):
+        if size >= limit:
+            return f"{sign}{_three_digits(size / limit)} {unit}"
+    return f"{sign}{_three_digits(size)} s"
 
 
 def _size(size: float) -> str:
@@ -144,6 +145,11 @@ def _size(size: float) -> str:
 
 def _count(number: float) -> str:
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.3g}"
+        if number >= 0.9995 * limit:  # 999,950 is 1M, as it is shown with three digits
+            return f"{_three_digits(number / limit)}{unit}"
+    return _three_digits(number)
+
+
+def _three_digits(number: float) -> str:
+    """Three significant digits, without an exponent for large numbers."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flows.planning.plan_target import Lengths, Target, known_rows
+from flows.planning.plan_notes import notes_on_rollouts, notes_on_target
+from flows.planning.plan_rows import data_file, training_rows
+from flows.planning.plan_target import Lengths, Target
 from rl_core.capabilities import training_forward
 from rl_core.resources.activations import Activations, MicroBatch, of_packed_forward, of_transformers
 from rl_core.resources.model_shape import ModelShape, model_without_weights, shape_of
@@ -23,6 +25,7 @@ from rl_core.resources.stage_memory import (
     held_by_training,
     rollout_parts,
     update_phases,
+    whole_weights,
 )
 from rl_core.resources.stage_time import StageTime
 from rl_core.resources.stage_work import StageWork, decoding_work, scoring_work, training_work
@@ -133,30 +136,37 @@ class _Stage:
         self.place: Placement = target.placement(model.settings, self.processes)
         self.notes: list[str] = []
         self.runtime = {"runtime": self.place.runtime} if self.place.runtime else {}
-        if target.gpus > self.processes:
-            self.notes.append(f"launch uses {self.processes} of {target.gpus} GPUs: set launch.processes")
+        self.notes += notes_on_target(target, self.processes, model.module)
 
     # -- stages on rows ------------------------------------------------------------------------------------------------
 
     def supervised(self, block: SFTSettings | PreferenceSettings | RewardModelSettings) -> StagePlan:
-        """SFT on rows; preference optimisation and reward model on pairs, both sides in one micro-batch."""
+        """SFT on rows; preference optimisation and reward model on pairs, both sides in one micro-batch.
+
+        KTO reads a mismatched completion beside each row, without gradient, that counts in the limit of a micro-batch.
+        """
         is_sft = isinstance(block, SFTSettings)
+        is_kto = isinstance(block, PreferenceSettings) and block.loss == "kto"
         shape = self.model.trunk if isinstance(block, RewardModelSettings) else self.model.policy
-        sides = 1 if is_sft or self._single_sided(block) else 2
+        sides = 1 if is_sft or is_kto or self._single_sided(block) else 2
         row = self.lengths.of_row(shape.context)
         prompt = min(self.lengths.prompt or 0, row - 1)
         if self.lengths.row is None:
             self.notes.append(f"rows count at {row:,} tokens, the longest that fit: --row-tokens gives their mean")
         per_step = -(-block.batch_size // self.processes)
         read = 1 if isinstance(block, RewardModelSettings) else row - prompt  # a reward model reads the last state
-        batch = self._micro_batch(block, per_step, row, read, sides=sides, group=sides, prompt=prompt)
+        batch = self._micro_batch(
+            block, per_step, row, read, sides=sides, beside=int(is_kto), group=sides, prompt=prompt
+        )
         phases = self._update(shape, block, batch, dict(self.runtime))
-        makes_pairs = not is_sft and self._data_file("preferences") is None
+        makes_pairs = not is_sft and data_file(self.settings, "preferences") is None
         if makes_pairs:
             phases = [self._rollouts(self.model.policy, block, dict(self.runtime)), *phases]
             self.notes.append("the rollouts that pairs are made from are not in the time")
-        rows = self._rows(block)
+        rows = training_rows(self.name, self.settings, self.lengths)
         work = None
+        if rows is None:
+            self.notes.append("rows of the data are not known: give --rows")
         if rows is not None:
             updates, _ = training_length(block, -(-rows // block.batch_size))
             count = updates * min(block.batch_size, rows) * sides
@@ -164,38 +174,15 @@ class _Stage:
                 shape, block, rows=count, length=row, loss_length=read, updates=updates, micro_batches=batch.count,
                 **self._savings(shape, block, batch),
             )  # fmt: skip
+            if is_kto:
+                work += scoring_work(shape, rows=count, length=row, loss_length=read)
             if isinstance(block, PreferenceSettings) and block.needs_reference:
-                work += scoring_work(shape, rows=rows * sides, length=row, loss_length=row - prompt)
+                work += scoring_work(shape, rows=rows * 2, length=row, loss_length=row - prompt)
         return self._plan(shape, phases, work)
 
     @staticmethod
     def _single_sided(block: SFTSettings | PreferenceSettings | RewardModelSettings) -> bool:
         return isinstance(block, RewardModelSettings) and block.loss == "mse"
-
-    def _data_file(self, name: str) -> str | None:
-        data = self.settings.stages.prepare_data
-        found: str | None = getattr(data, name) if data is not None else None
-        return found
-
-    def _rows(self, block: Any) -> int | None:
-        """Rows that the stage trains on; None = not known."""
-        data = self.settings.stages.prepare_data
-        path = self._data_file("demonstrations" if self.name == "sft" else "preferences")
-        if self.lengths.rows is not None:
-            found: int | None = self.lengths.rows
-        elif path is not None:
-            found = known_rows(path)
-        elif self.name == "sft":
-            found = data.num_demonstrations if data is not None else None
-        else:
-            found = block.num_pairs
-        if found is None:
-            self.notes.append("rows of the data are not known: give --rows")
-            return None
-        if data is not None and data.max_rows is not None:
-            found = min(found, data.max_rows)
-        share = 1.0 if data is None else 1.0 - data.heldout_fraction
-        return max(1, round(found * share))
 
     # -- stages on rollouts --------------------------------------------------------------------------------------------
 
@@ -213,7 +200,7 @@ class _Stage:
         critic_bytes = {"critic": sum(of_critic.values())} if separate else {}
         rollouts = self._rollouts(shape, block, {**beside, **critic_bytes})
         held = held_by_training(shape, block, self.place)
-        rollouts = Phase(rollouts.name, {**rollouts.parts, **held})
+        rollouts = Phase(rollouts.name, {**rollouts.parts, **held, **whole_weights(shape, self.place)})
         stays = {name: size for name, size in rollouts.parts.items() if name in STAYING}
         phases = [rollouts, *self._update(shape, block, batch, {**beside, **critic_bytes, **stays})]
         if separate:
@@ -224,9 +211,7 @@ class _Stage:
         if block.eval_every:
             played = block.iterations // block.eval_every * block.eval_episodes
             work += self._played(block, played, played, prompt, new)
-        if not self.lengths.completion:
-            self.notes.append("rollouts count at max_completion_tokens: --completion-tokens gives their mean")
-        self.notes.append("environment steps and reward functions are not in the time")
+        self.notes += notes_on_rollouts(block, self.lengths)
         return self._plan(shape, phases, work)
 
     def _iteration(self, block: PolicySettings, prompt: int, new: int, batch: MicroBatch) -> StageWork:
@@ -260,7 +245,7 @@ class _Stage:
     def _played(self, block: Any, sequences: float, prompts: float, prompt: int, new: int) -> StageWork:
         return decoding_work(
             self.model.policy, sequences=sequences, prompts=prompts, prompt_length=prompt, new_tokens=new,
-            slots=block.sampling.slots * self.processes, item=self.place.item,
+            slots=block.sampling.slots * self.processes, item=self.place.item, processes=self.processes,
         )  # fmt: skip
 
     def _frozen(self, block: PolicySettings) -> dict[str, int]:
@@ -303,17 +288,19 @@ class _Stage:
         return Phase("rollouts", {**beside, **weights, **rollout_parts(shape, sizes, self.place)})
 
     def _micro_batch(
-        self, block: OptimizerSettings, rows: int, length: int, loss_length: int, *, sides: int = 1, group: int = 1,
-        prompt: int = 0,
+        self, block: OptimizerSettings, rows: int, length: int, loss_length: int, *, sides: int = 1, beside: int = 0,
+        group: int = 1, prompt: int = 0,
     ) -> MicroBatch:  # fmt: skip
         """The largest micro-batch of a step of `rows` examples with `sides` rows of `length` tokens each.
+
+        `beside`: further rows of an example that count in the limit, but not in the pass with gradient.
 
         On a CPU rows of one group share their prompt's states (`rl_core.cpu.shared_prefixes`).
         """
         if block.dropout and self.model.policy.drops_out and not isinstance(block, SFTSettings):
             fitting = 1  # each example has masks of its own
         else:
-            fitting = max(1, block.micro_batch_tokens // sides // length)
+            fitting = max(1, block.micro_batch_tokens // (sides + beside) // length)
         together = max(1, min(rows, fitting))
         padded = together * sides * length
         shared = 0

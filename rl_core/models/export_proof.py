@@ -163,7 +163,7 @@ def fresh_logprobs(
     models = [*models, *((folder, {}) for folder, _ in reward_models)]
     try:
         done = subprocess.run(
-            [sys.executable, "-P", str(_PROGRAM)],
+            [sys.executable, "-P", str(_PROGRAM), str(os.getpid())],
             input=json.dumps(request), capture_output=True, text=True, timeout=settings.timeout_seconds,
             env={**os.environ, "PYTHONPATH": child_import_path(), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip

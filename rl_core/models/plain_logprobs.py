@@ -1,19 +1,26 @@
 """Program: log-probs and scores of model folders by transformers alone, as anyone who downloads a model computes them.
 
-Nothing of this project is imported. The request is one JSON object on the standard input, the answer the last line of
-the standard output. See `rl_core/models/export_proof.py`.
+Nothing of this project is imported. The argument is the id of the process that asks, without which this one ends. The
+request is one JSON object on the standard input, the answer the last line of the standard output. See
+`rl_core/models/export_proof.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import pathlib
+import signal
 import sys
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main() -> None:
     """Answer one request: a list of answers, one for each model."""
+    end_with(int(sys.argv[1]))
     import torch
     import transformers
 
@@ -22,6 +29,15 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(int(request["threads"]))
     print("\n" + json.dumps([answer(model) for model in request["models"]]))
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies: a run that goes on needs the memory."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

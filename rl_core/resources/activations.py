@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from rl_core.models.chunked_head import default_chunk_tokens
@@ -147,7 +146,7 @@ def _kept_bytes(model: PreTrainedModel) -> tuple[int, list[int]]:
     # A mask of four dimensions is taken as it is; any other would be looked into, which has no values here.
     mask = torch.ones(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, dtype=torch.bool, device="meta")
     try:
-        with _fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with _fused_kernels(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
@@ -173,17 +172,36 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """Shapes of the product of rows with their experts' weights [experts, inputs, outputs]: it keeps the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(len(rows), weights.shape[-1])
+
+
 @contextmanager
-def _fused_attention() -> Iterator[None]:
-    """`scaled_dot_product_attention` as `_FusedAttention`, which on the meta device would keep [S, S] weights."""
-    before = functional.scaled_dot_product_attention
+def _fused_kernels() -> Iterator[None]:
+    """Attention and experts' products by their shapes.
+
+    On the meta device torch's attention would keep [S, S] weights, and its grouped product takes bfloat16 alone.
+    """
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         found: torch.Tensor = _FusedAttention.apply(query, key, value)
         return found
 
-    nn.functional.scaled_dot_product_attention = attend
+    def product(rows: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
+        found: torch.Tensor = _GroupedProduct.apply(rows, weights)
+        return found
+
+    own = {"scaled_dot_product_attention": attend, "grouped_mm": product}
+    before = {name: getattr(functional, name) for name in own if hasattr(functional, name)}
+    for name in before:
+        setattr(functional, name, own[name])
     try:
         yield
     finally:
-        nn.functional.scaled_dot_product_attention = before
+        for name, function in before.items():
+            setattr(functional, name, function)

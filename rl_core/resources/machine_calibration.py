@@ -47,6 +47,7 @@ HEAP_SHAPE, HEAP_ROWS, HEAP_STEPS = (256, 4, 4, 2, 688), 64, 3
 COPIED = 2**26  # float32 values of the copy: 256 MiB, which no cache holds
 PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
 REPEATS = 3
+PROCESS_SECONDS = 300.0  # of a process that measures memory
 
 _ONE_STEP = "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
 _HEAP = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed}, {adapters})"
@@ -110,9 +111,17 @@ def _peak_of(code: str) -> int:
     """Peak resident memory of a process that runs this code."""
     code += _PEAK
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=PROCESS_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendError(
+            f"a process that measures memory took longer than {PROCESS_SECONDS:g} s; try again with less beside it"
+        ) from None
     if done.returncode:
-        raise BackendError(f"a process that measures memory failed: {done.stderr.strip().splitlines()[-1:]}")
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise BackendError(f"a process that measures memory failed: {reason[0]}")
     return int(done.stdout.strip().splitlines()[-1])
 
 
@@ -181,19 +190,20 @@ def _model(shape: tuple[int, int, int, int, int]) -> PreTrainedModel:
         return LlamaForCausalLM(config).float()
 
 
-def _rows(count: int = ROWS) -> list[list[int]]:
+def _rows(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, VOCABULARY, (count, LENGTH), generator=generator).tolist()
 
 
-def _training(model: PreTrainedModel, rows: int = ROWS, *, recomputed: bool = False) -> Callable[[], object]:
+def _training(model: PreTrainedModel, rows: int | None = None, *, recomputed: bool = False) -> Callable[[], object]:
+    rows = ROWS if rows is None else rows
     data = [(row, [False] + [True] * (LENGTH - 1)) for row in _rows(rows)]
     settings = SFTSettings(batch_size=rows, epochs=1000, learning_rate=1e-5, activation_checkpointing=recomputed)
     return SFTTrainer(model, 0, data, [], settings, 0).step
 
 
 def _scoring(model: PreTrainedModel) -> Callable[[], object]:
-    rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _rows()]
+    rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _rows(ROWS)]
     (batch,) = make_batches(rows, ROWS * LENGTH, 0)
 
     def score() -> None:

@@ -22,7 +22,7 @@ from rl_core.training.throughput import step_flops
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Flops", "ModelShape", "model_without_weights", "shape_of"]
+__all__ = ["Flops", "ModelShape", "experts_of", "model_without_weights", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class ModelShape:
     trainable: int
     muon: int  # trainable ones that Muon updates
     largest_matrix: int  # of these, the largest
-    linear: int  # weights of linear layers without the output head: what is packed, rounded or merged
-    adapted: int  # weights under an adapter
+    linear: int  # weights of linear layers without the output head: what is packed or rounded
+    adapted: int  # weights under an adapter, which are rounded or merged
     largest_block: int  # parameters of the largest transformer block
     largest_product: int  # weights of the largest product of a block whose gradient is taken at once
     embedding: int  # weights of the input embedding
@@ -118,7 +118,7 @@ def shape_of(model: PreTrainedModel, context: int, *, trunk_only: bool = False) 
         parameters=sum(p.numel() for p in part.parameters()) + extra,
         trainable=sum(p.numel() for p in trained.values()) + extra,
         muon=sum(by_muon), largest_matrix=max(by_muon, default=0),
-        linear=sum(layer.weight.numel() for layer, _ in linears),
+        linear=sum(layer.weight.numel() for layer, _ in linears if isinstance(layer, nn.Linear)),
         adapted=sum(layer.weight.numel() for layer, adapted in linears if adapted),
         largest_block=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
         largest_product=max((layer.weight.numel() for layer, _ in linears), default=0),
@@ -134,18 +134,32 @@ def shape_of(model: PreTrainedModel, context: int, *, trunk_only: bool = False) 
     )  # fmt: skip
 
 
+def experts_of(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Experts of a layer, and those that a token meets; None for a model without."""
+    config: Any = lora.unwrap(model).config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((found for name in names if (found := getattr(config, name, None))), None)
+    met = getattr(config, "num_experts_per_tok", None)
+    return (int(count), int(met)) if count and met else None
+
+
 def _blocks(base: Any) -> list[nn.Module]:
     layers = getattr(base.base_model, "layers", None) or getattr(base.base_model, "h", None)
     return list(layers) if layers is not None else []
 
 
 def _linear_weights(base: nn.Module, head: Any) -> Iterator[tuple[Any, bool]]:
-    """(linear layer, True = it has an adapter) of all layers but the head; adapters' own matrices are none."""
+    """(linear layer, True = it has an adapter) of all layers but the head; adapters' own matrices are none.
+
+    GPT-2's layers, transposed ones of transformers, among them.
+    """
+    from transformers.pytorch_utils import Conv1D
+
     for name, module in base.named_modules():
         plain = lora.plain_linear(module)
         if plain is module and (name.endswith(".base_layer") or ".lora_" in name):
             continue
-        if isinstance(plain, nn.Linear) and module is not head:
+        if isinstance(plain, nn.Linear | Conv1D) and module is not head:
             yield plain, plain is not module
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "held_by_training",
     "rollout_parts",
     "update_phases",
+    "whole_weights",
 ]
 
 PACKED_LIMIT = 1 << 30  # as `capabilities.decoding.PACKED_BYTES`: larger models are not packed
@@ -153,8 +154,16 @@ def update_phases(
     return [Phase(name, {part: size for part, size in parts.items() if size}) for name, parts in named]
 
 
+def whole_weights(shape: ModelShape, place: Placement) -> dict[str, int]:
+    """Weights that a process of several has in place beside its share while it plays rollouts: all of them.
+
+    `Shards.with_full_weights_independent`: the processes call the model as often as each of them likes.
+    """
+    return {"gathered weights": place.item * shape.parameters} if place.processes > 1 else {}
+
+
 def _unsharded(shape: ModelShape, place: Placement) -> int:
-    """Whole weights that a process of several has in place beside its share: all at once on a CPU, by block on a GPU.
+    """Weights that a process of several has in place beside its share in an update: by block on a GPU, else all.
 
     By block: the one that computes, the next one on its way, and what lies outside the blocks.
     """

@@ -57,7 +57,8 @@ def training_work(
         skipped: parameters that tokens without loss are not multiplied by (the last layer's MLP of the packed pass).
     """
     tokens, pairs = rows * length, rows * length**2
-    flops = shape.training.of(tokens, pairs) - 6 * skipped * rows * (length - loss_length)
+    each = 4 if shape.ranks else 6  # operations of a weight that is frozen under an adapter, or trains
+    flops = shape.training.of(tokens, pairs) - each * skipped * rows * (length - loss_length)
     flops *= computed
     if settings.activation_checkpointing:
         flops += shape.forward.of(tokens, pairs)
@@ -88,13 +89,14 @@ def scoring_work(
 
 def decoding_work(
     shape: ModelShape, *, sequences: float, prompts: float, prompt_length: float, new_tokens: float, slots: int,
-    item: float,
+    item: float, processes: int = 1,
 ) -> StageWork:  # fmt: skip
     """Prompts read once each, then steps of as many sequences as there are slots; slots are refilled as they end.
 
     Args:
         prompts: different ones, which are read once. new_tokens: mean of a sequence.
-        item: bytes of a weight as it is read.
+        slots: of all processes. item: bytes of a weight as it is read.
+        processes: that decode side by side, each of which reads all weights in every step.
     """
     rows = max(1.0, min(float(slots), sequences))
     tokens = sequences * new_tokens
@@ -102,7 +104,7 @@ def decoding_work(
     context = prompt_length + new_tokens / 2
     per_token = shape.forward.per_token + 2 * shape.forward.per_pair * context  # S^2 counts both, the causal half
     reading = scoring_work(shape, rows=prompts, length=prompt_length, loss_length=0.0)
-    weights = item * (shape.linear + shape.head)
+    weights = item * processes * (shape.parameters - (0 if shape.tied else shape.embedding))
     return reading + StageWork(
         decoded_tokens=tokens, decoding_flops=tokens * per_token, decode_steps=steps, decode_rows=tokens,
         decode_bytes=steps * weights + tokens * context * shape.kv_bytes_per_token * item / 4,

@@ -1,4 +1,7 @@
-"""`python -m crash`: the crash test, in pieces if need be: what an earlier call kept is not run again."""
+"""`python -m crash`: the crash test, in pieces if need be: what an earlier call kept is not run again.
+
+`--jobs 2` shares the trials out to two processes, each with a folder, a warm process and a Prefect server of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crash import report
+from crash import jobs, report
 from crash.forks import Forks
 from crash.pipelines import KINDS, write_inputs
 from crash.servers import environment, prefect_server
@@ -24,9 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     folder = Path(arguments.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / "trials.jsonl"
     if not arguments.keep:
-        kept.unlink(missing_ok=True)
+        jobs.forget(folder)
+    if arguments.jobs > 1:
+        ended = jobs.run(folder, arguments.jobs, sys.argv[1:] if argv is None else argv)
+        return max(ended, _report(folder, jobs.facts(folder)))
     deadline = time.monotonic() + arguments.seconds
     config = write_inputs(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
@@ -37,8 +42,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits")
         if missing := report.unreached(bench.hits, arguments.kinds):
             print(f"not reached: {', '.join(missing)}")
-        _run(bench, list(_jobs(arguments, bench)), kept, deadline)
-    rows = report.read(kept)
+        _run(bench, list(_jobs(arguments, bench)), folder, deadline)
+    return _report(folder, facts)
+
+
+def _report(folder: Path, facts: dict[str, Any]) -> int:
+    """Print and write the figures of all trials that are kept; 1 = one of them failed."""
+    rows = jobs.trials(folder)
     print(report.table(rows, facts))
     (folder / "crash.json").write_text(json.dumps(report.figures(rows, facts), indent=1) + "\n")
     (folder / "crash.md").write_text(report.markdown(rows, facts))
@@ -62,18 +72,20 @@ class Job:
     trials: Callable[[], Iterator[Trial]]
 
 
-def _run(bench: Bench, jobs: list[Job], kept: Path, deadline: float) -> None:
-    """Run jobs until the budget is over; those that an earlier call has run are left out."""
-    known = {row["job"] for row in report.read(kept)}
-    left = [job for job in jobs if job.name not in known]
-    print(f"{len(jobs)} jobs, {len(left)} to run", flush=True)
+def _run(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None:
+    """Run jobs until the budget is over; those that an earlier call or another process has run are left out."""
+    known = {row["job"] for row in jobs.trials(jobs.whole(folder))}
+    left = [job for job in wanted if job.name not in known]
+    print(f"{len(wanted)} jobs, {len(left)} to run", flush=True)
     began = time.monotonic()
     for number, job in enumerate(left, 1):
         if time.monotonic() > deadline:
             print(f"the time is over with {len(left) - number + 1} jobs left; the same command with --keep goes on")
             return
+        if not jobs.claim(folder, job.name):
+            continue
         trials = list(job.trials())
-        append(kept, job.name, trials)
+        append(folder / jobs.TRIALS, job.name, trials)
         kills = sum(trial.killed for trial in trials)
         print(f"{time.monotonic() - began:6.0f} s  {number:4} of {len(left)}  {kills:4} kills  {job.name}", flush=True)
         for trial in trials:
@@ -121,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fresh", type=int, default=6, help="runs in fresh processes, not forked")
     parser.add_argument("--only", default=".*", help="points whose name matches this pattern")
     parser.add_argument("--action", default="kill", help="what happens at the points: kill, exit, term")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the trials (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--keep", action="store_true", help="go on with the trials that are there")
     return parser

@@ -6,17 +6,27 @@ MAY_DIFFER names all of that: times and speeds, ids that are drawn, and notes th
 from __future__ import annotations
 
 import collections
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAY_DIFFER", "content", "count_parents", "leftovers", "problems_of_store", "shared_memory"]
+__all__ = [
+    "MAY_DIFFER",
+    "content",
+    "count_parents",
+    "leftovers",
+    "left_in_shared_memory",
+    "problems_of_store",
+    "shared_memory",
+]
 
 MAY_DIFFER = {
     "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
@@ -136,6 +146,28 @@ def _is_held(path: Path) -> bool:
 def shared_memory() -> set[str]:
     """Names in /dev/shm that torch or Python give; other programs use it too."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "pym-"))}
+
+
+def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> list[str]:
+    """Names that have come to /dev/shm since, and that no process has mapped; another crash test has its own in use.
+
+    What still goes within so many seconds is not left over: processes that clean up outlive what was killed.
+    """
+    deadline = time.monotonic() + seconds
+    while found := shared_memory() - before - _mapped_names():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return sorted(found)
+
+
+def _mapped_names() -> set[str]:
+    """Files of /dev/shm that the processes of this user have mapped."""
+    found: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"/dev/shm/(\S+)", path.read_text()))
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- store

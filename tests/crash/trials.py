@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash.content import content, count_parents, leftovers, problems_of_store, shared_memory
+from crash.content import (
+    content,
+    count_parents,
+    left_in_shared_memory,
+    leftovers,
+    problems_of_store,
+    shared_memory,
+)
 from crash.forks import Ended, Forks, Request
 from crash.pipelines import KINDS, command
 
@@ -186,7 +193,7 @@ class Bench:
             return trial
         trial.failures += differences(self.wanted[trial.kind], content(self.output))
         trial.failures += self._odd(trial.kind, ended)
-        trial.failures += [f"left in /dev/shm: {name}" for name in sorted(shared_memory() - before)]
+        trial.failures += [f"left in /dev/shm: {name}" for name in left_in_shared_memory(before)]
         return trial
 
     def _is_over(self, kind: str) -> bool:

@@ -35,6 +35,7 @@ from rl_core.settings import (
     LengthSettings,
     LoraSettings,
     ModelSettings,
+    NumericsGateSettings,
     PreferenceSettings,
     ReplaySettings,
     RewardModelSettings,
@@ -311,6 +312,21 @@ def rolled_back():
     return trainer
 
 
+def doubted():
+    """Goes back to the weights of the first comparison with the sampler, as the second one, behind the cut, fails."""
+    trainer = policy(numerics=NumericsGateSettings(every=CUT, action="rollback", bound=1e-3), **ADAPTIVE, **REPLAY)
+    measure, failed = trainer._numerics.measure, []
+
+    def measured(sampling):
+        if trainer.iteration == CUT and not failed:
+            failed.append(CUT)
+            return 1.0
+        return measure(sampling)
+
+    trainer._numerics.measure = measured
+    return trainer
+
+
 def distilled():
     settings = DistillationSettings(
         iterations=ITERATIONS, prompts_per_iteration=10, learning_rate=5e-3, warmup_steps=3, schedule="cosine",
@@ -370,6 +386,7 @@ SCENARIOS = {
     "grpo lora": Scenario(lambda: policy(model=adapted_policy, dropout=True, epochs=2)),
     "grpo rewards": Scenario(rewarded, draws=True),
     "grpo rollback": Scenario(rolled_back),
+    "grpo numerics": Scenario(doubted),
     "ppo": Scenario(lambda: policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),
     "ppo shared": Scenario(lambda: policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)),
     "dr_grpo": Scenario(lambda: policy(algorithm="dr_grpo")),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flows.service.wire.json_body import Body, Id, Number, Tags, Text, Ttl
+from flows.service.wire.json_body import Body, Id, Metadata, Number, Tags, Text, Ttl
 
 __all__ = [
     "CancelFuture", "CopyWeights", "CreateSession", "FinishSession", "FuturesTarget", "Heartbeat", "RetrieveFuture",
@@ -18,7 +18,7 @@ class CreateSession(Body):
     """A client's session."""
 
     tags: list[Text] = Field(default_factory=list)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     sdk_version: Text = ""
     project_id: Text | None = None
     display_name: Text | None = None

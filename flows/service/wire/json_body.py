@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+import math
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rl_core.errors import ServiceError
 
-__all__ = ["Body", "Finite", "Id", "Number", "Seq", "Tags", "Text", "TrainingHead", "Ttl", "read_body"]
+__all__ = ["Body", "Finite", "Id", "Metadata", "Number", "Seq", "Tags", "Text", "TrainingHead", "Ttl", "read_body"]
 
 MAX_ID = (1 << 63) - 1
 Seq = Annotated[int, Field(ge=1, le=MAX_ID)]
@@ -18,6 +19,21 @@ Text = Annotated[str, Field(max_length=10_000)]
 Tags = Annotated[dict[str, str], Field(max_length=100)]
 Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86_400)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _without_infinities(found: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what JSON has no word for, though parsers take it: no database and no answer could hold it."""
+    left: list[Any] = [found]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("NaN and infinite numbers are no JSON")
+    return found
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_without_infinities)]  # of a client, kept and given back as it is
 
 
 class Body(BaseModel):

@@ -130,7 +130,9 @@ class NumericsGate:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and snapshot."""
+        """Counters and snapshot; {} where it never goes back."""
+        if self.settings.action != "rollback":
+            return {}
         return {
             "rollbacks": self.rollbacks,
             "failed": self._failed,
@@ -139,6 +141,8 @@ class NumericsGate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Inverse of `state_dict`. {} = of a run without rollbacks: the present weights are the first to go back to."""
+        if self.settings.action != "rollback" or not state:
+            return
         self.rollbacks, self._failed, self._kept = (int(state[name]) for name in ("rollbacks", "failed", "kept"))
         self._snapshots.load_state_dict(state["snapshots"])

@@ -236,8 +236,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.actor_critic.critic_optimizer_step is not None:
             self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
-        if "numerics" in state:
-            self._numerics.load_state_dict(state["numerics"])
+        self._numerics.load_state_dict(state.get("numerics", {}))
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
 

@@ -8,7 +8,8 @@ import yaml
 
 from flows.cli.main import main
 from flows.planning.fitting_changes import changes_for, fits
-from flows.planning.plan_target import Lengths, Target, known_rows, target_gpus, target_machine
+from flows.planning.plan_rows import known_rows
+from flows.planning.plan_target import Lengths, Target, target_gpus, target_machine
 from flows.planning.stage_plans import plan_pipeline, plan_stage
 from rl_core.settings.machine import MachineSettings
 from tasks.config import from_dict

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import re
 import threading
 import time
@@ -269,6 +270,7 @@ def test_requests_that_come_together_are_accepted_whatever_their_number_and_what
     *found, wrong = idle.client.portal.call(ask)
     assert [one.seq for one in found] == list(range(1500)) and isinstance(wrong, OverflowError)
     assert sizes[:2] == [1, 1000]
+    assert len(sizes) < 30  # the wrong one was looked for by halves among the 500 of its batch
 
 
 def test_large_results_are_announced_once(idle, started):
@@ -351,6 +353,12 @@ def test_bodies_that_are_none(idle, started):
     for route, body in bad.items():
         assert idle.post(route, body, status=422)["detail"], route
     idle.call("POST", "create_session", content=b"[" * 100_000, status=422)
+    run_of = {"session_id": session, "model_seq_id": 9, "base_model": "base"}
+    for number in ("NaN", '[{"b": -Infinity}]', "1e999"):  # a database that keeps JSON as such takes none
+        body = json.dumps({**run_of, "user_metadata": {"a": "?"}}).replace('"?"', number)
+        found = idle.call("POST", "create_model", content=body.encode(), status=422)
+        assert "user_metadata: Value error, NaN and infinite numbers are no JSON" in found["detail"]
+    assert idle.post("create_model", {**run_of, "user_metadata": {"a": "NaN", "b": [1.5, None]}})["model_id"]
     idle.call("POST", "create_session", content=bytes(65 * MIB), status=413)
     for limit in ("0", "-1", "x", "1e9", "99999999999999999999"):
         idle.call("GET", "training_runs", params={"limit": limit}, status=422)

@@ -1,18 +1,24 @@
 """Proof of export: a folder that is not the trained and evaluated model is refused with its figure."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.exports import in_this_process
+from helpers.waiting import wait_for
 from safetensors.torch import load_file, save_file
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, ExportMismatch
-from rl_core.models import causal_lm
+from rl_core.models import causal_lm, export_proof
 from rl_core.models.export_proof import compare_logprobs, fresh_logprobs, prove_export
 from rl_core.models.logprob_record import (
     TokenRecord,
@@ -222,3 +228,36 @@ def test_records_of_an_evaluation(tokenizer, tmp_path):
     model = causal_lm.create(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
     restricted = evaluated_records(model, rollouts, SamplingSettings(temperature=0.7, top_p=0.5))
     assert restricted == score(model, plain) and restricted[0].logprobs[0] < -3
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-P", sys.argv[1], str(os.getpid())], stdin=subprocess.DEVNULL)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
+    """It would load all models, and hold their memory beside the run that goes on."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # loads for long
+    program = str(export_proof._PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, program],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as parent:  # fmt: skip
+        child = int(parent.stdout.readline())
+        parent.kill()
+
+    def gone():
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state == "Z"
+
+    try:
+        wait_for(gone, "the end of the fresh process", seconds=20.0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, 9)

@@ -22,6 +22,7 @@ LAST = 5  # iterations of each run, as patience ends it
 # In the ordinary suite: one scenario resumed for each trainer, and the items of one; the others are slow proofs.
 RESUMED = ("sft", "reward model", "dpo", "kto", "grpo", "ppo", "thoughts lora", "distill")
 ITEMS = ("sft",)
+GATE = "grpo numerics"  # undoes what most other items would tell of
 
 # Items that may be lost or changed without a word, and why.
 _WINDOW = "counts that matter where episodes fail: test_failed_episodes_in_training.py resumes over failures"
@@ -41,6 +42,7 @@ EXCEPTIONS = {
     "trainer/curriculum/stage_iterations": "begins anew at the rollback; test_curriculum.py resumes at every iteration",
     "trainer/curriculum/window/series/*": "as above",
     "trainer/curriculum/streaks": "as above",
+    "trainer/numerics/failed": "of rollbacks in a row, which end a run; test_numerics.py resumes between them",
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
     "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is said again",
@@ -202,21 +204,27 @@ def kind_of(path):
     return "/".join(re.sub(r"^.*\.(weight|bias)$|^\d+$|^.*/.*$", "*", str(key)) for key in path)
 
 
-def unnoticed(name, every=False):
+def is_excepted(kind):
+    """True = listed above; a snapshot of the gate is as one of a stage's entry."""
+    kind = kind.replace("trainer/numerics/snapshots/", "trainer/entries/")
+    return kind in EXCEPTIONS or kind.startswith(MONITORED)
+
+
+def unnoticed(name, every=False, within=""):
     """Kinds of items whose loss, reset or change goes unnoticed: kind -> what was done.
 
-    every: try each item, not one of a kind.
+    every: try each item, not one of a kind. within: these kinds alone.
     """
     state, start, found, seen = cut_state(name), start_state(name), {}, set()
     scenario = SCENARIOS[name]
     passed_over = {"rng"} if not scenario.draws else set()  # of the global generators, which nothing draws from
     for path in leaves(state):
         kind = kind_of(path)
-        if path[0] in passed_over or str(path[-1]).startswith("perf/") or kind in EXCEPTIONS:
+        if not kind.startswith(within):
             continue
-        if kind.startswith(MONITORED) or any(
-            kind.startswith(part) and name != other for part, other in ELSEWHERE.items()
-        ):
+        if path[0] in passed_over or str(path[-1]).startswith("perf/") or is_excepted(kind):
+            continue
+        if any(kind.startswith(part) and name != other for part, other in ELSEWHERE.items()):
             continue
         if name in UNUSED.get(kind, ()):
             continue
@@ -236,7 +244,13 @@ def unnoticed(name, every=False):
     return found
 
 
-@pytest.mark.parametrize("name", slow_but(ITEMS))
+@pytest.mark.slow
+def test_every_item_of_the_numerics_gate_lost_or_reset_is_noticed():
+    assert whole(GATE)[0][2]["policy/numerics_rollbacks"][-1][1] == 1
+    assert unnoticed(GATE, within="trainer/numerics/") == {}
+
+
+@pytest.mark.parametrize("name", [name for name in slow_but(ITEMS) if GATE not in getattr(name, "values", [name])])
 def test_every_item_lost_or_reset_is_noticed(name):
     assert unnoticed(name) == {}
 

@@ -157,6 +157,16 @@ def test_a_resumed_run_has_the_same_bits(tokenizer, action):
     assert torch.equal(weights(again), weights(whole))
 
 
+def test_a_gate_that_only_refuses_saves_nothing_and_may_begin_to_roll_back(tokenizer):
+    trainer = trainer_of(tokenizer)
+    trainer.step()
+    state = trainer.state_dict()
+    assert state["numerics"] == {}
+    again = trainer_of(tokenizer, action="rollback")  # other settings, allowed by --allow-drift
+    again.load_state_dict(copy.deepcopy(state))
+    assert again.step()["policy/numerics_rollbacks"] == 0
+
+
 def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
     trainer = trainer_of(tokenizer, action="rollback")
     trainer.step()
@@ -181,11 +191,20 @@ def test_a_sampler_that_does_not_follow_the_rollback_ends_the_run(tokenizer):
 
 
 def test_rollbacks_that_never_help_end_the_run(tokenizer):
-    trainer = trainer_of(tokenizer, action="rollback")
     answers = iter([0.5, 0.0] * 3 + [0.5])
-    trainer._numerics.measure = lambda sampling: next(answers)
-    for _ in range(3):
+
+    def failing():
+        trainer = trainer_of(tokenizer, action="rollback")
+        trainer._numerics.measure = lambda sampling: next(answers)
+        return trainer
+
+    trainer = failing()
+    for _ in range(2):
         trainer.step()
+    state = copy.deepcopy(trainer.state_dict())
+    trainer = failing()  # as a resumed run is: it has to know how often in a row
+    trainer.load_state_dict(state)
+    trainer.step()
     with pytest.raises(SamplerMismatch, match=r"up to 0\.5 nats.*; 3 rollbacks before it did not help"):
         trainer.step()
 

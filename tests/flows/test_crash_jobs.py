@@ -1,0 +1,53 @@
+"""Crash test in several processes: every job is taken once; what another one has in use is not left over."""
+
+import json
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from crash import jobs
+from crash.content import left_in_shared_memory, shared_memory
+
+
+def test_every_job_is_taken_by_one_process(tmp_path):
+    folders = [tmp_path / "job-0", tmp_path / "job-1"]
+    for folder in (*folders, tmp_path / jobs.CLAIMS):
+        folder.mkdir()
+    names = [f"training: every hit of point {number}" for number in range(200)]
+    with ThreadPoolExecutor(2) as threads:
+        taken = list(threads.map(lambda folder: [name for name in names if jobs.claim(folder, name)], folders))
+    assert sorted(taken[0] + taken[1]) == sorted(names)
+
+
+def test_a_process_without_others_takes_every_job(tmp_path):
+    (tmp_path / "job-0").mkdir()
+    assert all(jobs.claim(tmp_path / "job-0", "one") for _ in range(2))
+
+
+def test_what_was_kept_is_that_of_all_processes(tmp_path):
+    for number, kind in enumerate(("gc", "training")):
+        folder = tmp_path / f"job-{number}"
+        folder.mkdir()
+        (folder / jobs.TRIALS).write_text(json.dumps({"job": kind}) + "\n")
+        (folder / "facts.json").write_text(json.dumps({"seconds": {"gc": number, kind: number}, "hits": {kind: {}}}))
+    (tmp_path / jobs.TRIALS).write_text('{"job": "alone"}\n{"job": "to')
+    (tmp_path / jobs.CLAIMS).mkdir()
+    assert jobs.whole(tmp_path / "job-1") == tmp_path == jobs.whole(tmp_path)
+    assert [row["job"] for row in jobs.trials(tmp_path)] == ["alone", "gc", "training"]
+    assert [row["job"] for row in jobs.trials(tmp_path / "job-1")] == ["training"]
+    assert jobs.facts(tmp_path) == {"seconds": {"gc": 0, "training": 1}, "hits": {"gc": {}, "training": {}}}
+    jobs.forget(tmp_path)
+    assert jobs.trials(tmp_path) == []
+
+
+def test_shared_memory_that_a_process_has_mapped_is_in_use():
+    before = shared_memory()
+    path = Path("/dev/shm", f"psm_crash_{os.getpid()}")
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            assert path.name not in left_in_shared_memory(before, 0.0)
+        assert path.name in left_in_shared_memory(before, 0.0)
+    finally:
+        path.unlink()
