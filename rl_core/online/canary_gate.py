@@ -21,17 +21,16 @@ from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.online.canary_episodes import canary_requests
 from rl_core.online.sequential_gate import RIVALS, SequentialGate
 from rl_core.online.service_files import GATE, METRICS, read_gate, read_object
-from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.online.weight_snapshots import CHAMPION, WeightSnapshots
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import OnlineSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
 
-__all__ = ["CHAMPION", "CanaryGate"]
+__all__ = ["CanaryGate"]
 
 logger = logging.getLogger(__name__)
 
-CHAMPION = 0  # version of the snapshot that the service began with
 _KEPT = 1000  # decisions and orders in the file
 
 

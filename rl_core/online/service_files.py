@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AUDIT", "CONTRIBUTION", "GATE", "METRICS", "read_gate", "read_object"]
+__all__ = ["AUDIT", "CONTRIBUTION", "GATE", "METRICS", "OPERATOR", "read_gate", "read_object"]
 
 AUDIT = "update_audit.log"
 CONTRIBUTION = "update_contribution.jsonl"
 GATE = "gate.json"
+OPERATOR = "operator.json"  # orders of a person
 METRICS = "worker.json"  # numbers of the worker, for live views: written after every update, never synced
 
 
