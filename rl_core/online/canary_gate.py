@@ -56,6 +56,8 @@ class CanaryGate:
         live = self.snapshots.live()
         if live is None:
             return False
+        if read_object(self.folder / METRICS).get("paused"):
+            return self._stand_by()
         if self.gate.version is not None and live != self.rival:
             self._note("abandoned", f"the live snapshot is {live} now, no longer {self.rival}")
             self.gate.abandon()
@@ -64,6 +66,17 @@ class CanaryGate:
             return self._open(live)
         self._look()
         return True
+
+    def _stand_by(self) -> bool:
+        """While learning is paused nothing is tested: what was learned before the alarm must not go live after it."""
+        newest = max([self.tested, *self.snapshots.versions()])
+        if self.gate.version is not None:
+            self._note("abandoned", "learning is paused")
+            self.gate.abandon()
+        if (newest, None) != (self.tested, self.wanted):
+            self.tested, self.wanted = newest, None
+            self.save()
+        return False
 
     def _open(self, live: int) -> bool:
         versions = self.snapshots.versions()

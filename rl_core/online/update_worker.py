@@ -138,6 +138,8 @@ class UpdateWorker:
             self.drift.reset()
         elif name == "hold" and is_there:
             self.held = int(version)  # type: ignore[arg-type]
+        elif name == "live" and self.paused:
+            raise DataError(f"order: {dict(order)!r:.200} comes while learning is paused")
         elif name == "live" and is_there:
             self._go_live(int(version))  # type: ignore[arg-type]
         else:

@@ -173,7 +173,7 @@ class Service:
         from rl_core.online.service_files import METRICS
         from rl_core.storage.single_files import write_text_unsynced
 
-        write_text_unsynced(self.folder / METRICS, json.dumps(self.worker.metrics()))
+        write_text_unsynced(self.folder / METRICS, json.dumps({"paused": self.worker.paused, **self.worker.metrics()}))
 
     def success(self, version: int) -> dict[str, float]:
         """Success of a snapshot on held-out episodes of each level, greedy."""

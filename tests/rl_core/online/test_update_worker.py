@@ -227,6 +227,10 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
         assert worker.paused.startswith("drift: confidence falls") and worker.counts["pauses"] == 1
         assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in before.items())
         assert worker.live == 0 == worker.learner.snapshots.live()
+        with ExperienceLog(log) as writer:  # the gate, which did not know yet
+            writer.append([("control", {"order": "live", "version": live})])
+        run_to_end(worker)
+        assert worker.live == 0 == worker.learner.snapshots.live() and worker.counts["refused"] == 1
         refused = worker.learner.refused["paused"]
         assert refused > 0 and worker.metrics()["online/paused"] == 1.0
         with ExperienceLog(log) as writer:
