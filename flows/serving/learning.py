@@ -19,7 +19,7 @@ from rl_core.errors import PosttrainError
 from rl_core.inference.served_answers import FeedbackLabel
 from rl_core.online.answer_log import AnswerLog
 from rl_core.online.assembly import BUFFER, online_environment
-from rl_core.online.service_files import GATE, METRICS, OPERATOR, read_gate, read_object
+from rl_core.online.service_files import GATE, METRICS, OPERATOR, file_state, read_gate, read_object
 from rl_core.settings import OnlineSettings
 
 __all__ = ["LearningFeedback", "LearningService"]
@@ -55,6 +55,7 @@ class LearningService:
         self.processes: list[SupervisedProcess] = []
         self.standby: Standby | None = None
         self._orders_taken = folder.orders_taken
+        self._seen: Any = ()  # states of the files with orders, when they were read last
         self._decisions: int | None = None  # told so far; None = those of before are no news
         self._paused = ""
         self._is_full = False
@@ -130,6 +131,10 @@ class LearningService:
 
     def _hand_orders(self) -> None:
         """Orders of gate and person into the worker's log, each at most once; the gate's decisions into the record."""
+        seen = [file_state(self.folder.path / name) for name in (GATE, OPERATOR)]
+        if seen == self._seen:  # late in a service's life the gate's file takes milliseconds to read
+            return
+        self._seen = seen
         gate = read_gate(self.folder.path)
         decisions = gate.get("decisions", [])
         newest = decisions[-1]["number"] if decisions else 0
