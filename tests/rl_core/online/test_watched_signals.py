@@ -1,7 +1,5 @@
 """Signals for the alarms: KL to the champion against NumPy, reward components against success by hand."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from helpers.online_worker import answered, make_worker, run_to_end, settings, write_traffic
@@ -9,6 +7,7 @@ from helpers.tiny import PAD, nano
 
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.online import update_worker
 from rl_core.online.labelled_rewards import RewardTable
 from rl_core.online.watched_signals import champion_kl, components_against_success
 from rl_core.online.weight_snapshots import WeightSnapshots
@@ -76,15 +75,20 @@ def test_without_answers_or_champion_there_is_no_kl(parts, tmp_path):
     assert champion_kl(model, step, WeightSnapshots(tmp_path / "none"), [answered(0)], pad_id=PAD) == 0.0
 
 
-def test_each_request_is_looked_at_once(tmp_path):
+def test_each_request_is_looked_at_once(tmp_path, monkeypatch):
     chosen = settings({"first_update": 4}, drift=OnlineDriftSettings(watched=("components",)))
+    monkeypatch.setattr(update_worker, "components_against_success", lambda table: 0.5)
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
         write_traffic(tmp_path / "log", range(12), feedback=10**9)
-        run_to_end(worker)
-        learned = sum(kept.times_learned > 0 for kept in worker.buffer.slots.values())
-        assert 0 < worker.drift.detectors["components"].count <= learned + worker.buffer.evicted["priority"] + \
-            worker.buffer.evicted["caller"]  # fmt: skip
-    plain = dataclasses.replace(chosen, rewards={"task": 1.0})
-    with make_worker(tmp_path / "plain", tmp_path / "log", plain) as worker:
+        drawn = []
+        while worker.step():
+            drawn += set(worker.last_report.requests) if worker.last_report is not None else []
+        assert worker.drift.detectors["components"].count == len(set(drawn)) < len(drawn)
+
+
+def test_without_components_beside_the_task_there_is_no_signal(tmp_path):
+    chosen = settings({"first_update": 4}, drift=OnlineDriftSettings(watched=("components",)), rewards={"task": 1.0})
+    with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
+        write_traffic(tmp_path / "log", range(12), feedback=10**9)
         run_to_end(worker)
         assert worker.drift.detectors["components"].count == 0 and worker.learner.taken > 0
