@@ -21,6 +21,11 @@ def online(arguments: argparse.Namespace) -> int:
     """Run one of its commands."""
     if arguments.part == "report":
         return _report(arguments)
+    if arguments.part == "resume":
+        from flows.online.learning_folder import ask_to_resume
+
+        print(ask_to_resume(Path(arguments.folder)))
+        return 0
     if arguments.part == "consolidate":
         return _consolidate(arguments)
     from flows.online.online_settings import load_online_settings

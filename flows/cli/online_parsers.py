@@ -18,6 +18,7 @@ def _add_online(commands: Any) -> None:
         "online worker my_online.yaml    (until Ctrl-C)",
         "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
         "online report outputs/demo/online/version-1",
+        "online resume outputs/demo/online/version-1    (after an alarm)",
         "online consolidate demo",
         "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
     ]
@@ -28,6 +29,8 @@ def _add_online(commands: Any) -> None:
     replay = parts.add_parser("replay", help="learn from a recorded buffer alone, with the live worker's numbers")
     gate = parts.add_parser("gate", help="play canary episodes of every new snapshot, until Ctrl-C")
     report = parts.add_parser("report", help="one HTML file about a service: learning, guardrails, gate, alarms")
+    resume = parts.add_parser("resume", help="have learning go on after an alarm, with a new reference")
+    resume.add_argument("folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1")
     standby = parts.add_parser("standby")  # of the server's own: no help
     for one in (worker, gate, standby):
         one.add_argument("--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS)  # socket of the supervisor

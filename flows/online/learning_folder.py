@@ -4,6 +4,8 @@
 <folder>/service.json    its name, registered version and digest, and the time at which the service began
 <folder>/online.yaml     settings of worker and gate
 <folder>/events.jsonl    decisions, alarms, restarts
+<folder>/operator.json   orders of a person: to go on after an alarm
+<folder>/orders.json     numbers of the last orders that were handed to the worker
 """
 
 from __future__ import annotations
@@ -17,21 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.online.service_files import read_object
+from rl_core.online.service_files import GATE, METRICS, OPERATOR, read_object
 from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import publish_folder
+from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_folder
 from rl_core.storage.rotated_lines import RotatedLines
 from rl_core.storage.single_files import copy_tree, make_folder, write_json_atomic, write_text_atomic
 
-__all__ = ["EVENTS", "SERVICE", "SETTINGS", "LearningFolder", "pipeline_settings", "read_events", "read_service"]
+__all__ = [
+    "EVENTS", "SERVICE", "SETTINGS", "LearningFolder", "ask_to_resume", "pipeline_settings", "read_events",
+    "read_service",
+]  # fmt: skip
 
 SERVICE = "service.json"
 SETTINGS = "online.yaml"
 EVENTS = "events.jsonl"
 TAKEN = "orders.json"
 EVENT_BYTES, EVENT_FILES = 4 * 2**20, 3
+KEPT_ORDERS = 100
 
 
 def pipeline_settings(
@@ -89,18 +96,34 @@ class LearningFolder:
         RotatedLines(self.path / EVENTS, max_bytes=EVENT_BYTES, keep=EVENT_FILES).append((line + "\n").encode())
 
     @property
-    def orders_taken(self) -> int:
-        """Number of the gate's last order that was handed to the worker."""
-        try:
-            return int(json.loads((self.path / TAKEN).read_text())["number"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0
+    def orders_taken(self) -> dict[str, int]:
+        """Number of the last order that was handed to the worker, by the file of the gate or of a person."""
+        found = read_object(self.path / TAKEN)
+        return {name: number if type(number := found.get(name)) is int else 0 for name in (GATE, OPERATOR)}
 
-    def take_orders(self, number: int) -> None:
-        """Note that all orders up to this one are handed over, before they are: one that a kill loses is given up,
+    def take_orders(self, taken: Mapping[str, int]) -> None:
+        """Note that all orders up to these are handed over, before they are: one that a kill loses is given up,
         and never given twice, when a rollback may have come between."""
-        write_json_atomic(self.path / TAKEN, {"number": number})
+        write_json_atomic(self.path / TAKEN, dict(taken))
         fault("online.taken")
+
+
+def ask_to_resume(path: Path) -> str:
+    """Ask the server of a service's folder to have learning go on after an alarm; returns a sentence for the person.
+
+    Raises: DataError for a folder that holds no service; CheckpointError where the disk refuses.
+    """
+    if not read_service(path):
+        raise DataError(f"{path}: holds no service; name the folder of one, as outputs/NAME/online/version-N")
+    if not (paused := read_object(path / METRICS).get("paused")):
+        return "learning is not paused"
+    with FolderLock(make_folder(path / "operator")):
+        orders = read_object(path / OPERATOR).get("orders", [])
+        number = orders[-1]["number"] + 1 if orders else 1
+        orders = [*orders, {"number": number, "order": {"order": "resume"}}][-KEPT_ORDERS:]
+        write_json_atomic(path / OPERATOR, {"orders": orders})
+        fault("online.asked")
+    return f"paused until now: {paused}; its server is asked to go on, at its next start if it does not run"
 
 
 def _copied(source: Path, target: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flows.online.learning_folder import LearningFolder
@@ -19,7 +19,7 @@ from rl_core.errors import PosttrainError
 from rl_core.inference.served_answers import FeedbackLabel
 from rl_core.online.answer_log import AnswerLog
 from rl_core.online.assembly import BUFFER, online_environment
-from rl_core.online.service_files import METRICS, read_gate, read_object
+from rl_core.online.service_files import GATE, METRICS, OPERATOR, file_state, read_gate, read_object
 from rl_core.settings import OnlineSettings
 
 __all__ = ["LearningFeedback", "LearningService"]
@@ -55,8 +55,10 @@ class LearningService:
         self.processes: list[SupervisedProcess] = []
         self.standby: Standby | None = None
         self._orders_taken = folder.orders_taken
+        self._seen: Any = ()  # states of the files with orders, when they were read last
         self._decisions: int | None = None  # told so far; None = those of before are no news
         self._paused = ""
+        self._is_full = False
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -121,13 +123,18 @@ class LearningService:
                     self.standby.keep()  # once the others have started: it would take their processor time
                 self._hand_orders()
                 self._look_at_alarms()
+                self._look_at_log()
             except PosttrainError as error:
                 log.warning("%s", error)
             except Exception:
                 log.exception("the service's files could not be looked at")
 
     def _hand_orders(self) -> None:
-        """The gate's orders into the worker's log, each at most once; its decisions into the record."""
+        """Orders of gate and person into the worker's log, each at most once; the gate's decisions into the record."""
+        seen = [file_state(self.folder.path / name) for name in (GATE, OPERATOR)]
+        if seen == self._seen:  # late in a service's life the gate's file takes milliseconds to read
+            return
+        self._seen = seen
         gate = read_gate(self.folder.path)
         decisions = gate.get("decisions", [])
         newest = decisions[-1]["number"] if decisions else 0
@@ -135,17 +142,35 @@ class LearningService:
             if decision["number"] > self._decisions:
                 self.tell(decision["verdict"], f"snapshot {decision['version']}: {decision['reason']}")
         self._decisions = newest
-        new = [entry for entry in gate.get("orders", []) if entry["number"] > self._orders_taken]
+        self._give({GATE: gate.get("orders", []), OPERATOR: read_object(self.folder.path / OPERATOR).get("orders", [])})
+
+    def _give(self, orders: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Hand the orders over that are new, by the file they stand in."""
+        new = []
+        for name, entries in orders.items():
+            last = self._orders_taken[name]
+            found = [entry for entry in entries if entry["number"] > last]
+            if found:
+                self._orders_taken[name] = found[-1]["number"]
+                new += [entry["order"] for entry in found]
         if new:
-            self._orders_taken = new[-1]["number"]
             self.folder.take_orders(self._orders_taken)
-            self.answers.order([entry["order"] for entry in new])
+            self.answers.order(new)
 
     def _look_at_alarms(self) -> None:
         paused = str(self.worker_numbers().get("paused", ""))
         if paused != self._paused:
             self._paused = paused
-            self.tell("alarm" if paused else "resumed", paused or "learning goes on")
+            hint = f"; `posttrain online resume {self.folder.path}` has it go on"
+            self.tell("alarm" if paused else "resumed", paused + hint if paused else "learning goes on")
+
+    def _look_at_log(self) -> None:
+        """Say once that the record takes nothing more, so that nothing new is learned."""
+        if not self._is_full and (self.answers.counts["full"] or self.answers.counts["labels_full"]):
+            self._is_full = True
+            size = self.settings.buffer.max_bytes
+            self.tell("full", f"the buffer's record has its {size:,} bytes: nothing new is learned. Raise "
+                      "online.buffer.max_bytes, or set online.buffer.keep_segments=false, and restart")  # fmt: skip
 
     def worker_numbers(self) -> dict[str, Any]:
         """The worker's newest numbers; {} before the first."""

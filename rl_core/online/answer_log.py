@@ -25,6 +25,7 @@ __all__ = ["AnswerLog"]
 logger = logging.getLogger(__name__)
 
 _KNOWN = 100_000  # requests whose answers are remembered for their feedback
+_MOST_LABELS = 16  # of one answer: every label counts towards the next update
 _READ_BYTES = 64 * 2**20  # of the newest segments, read at the start for the same
 
 
@@ -50,6 +51,7 @@ class AnswerLog:
             folder, segment_bytes=settings.buffer.segment_bytes, max_bytes=settings.buffer.max_bytes
         )
         self._given: OrderedDict[str, tuple[str | None, ...]] = OrderedDict()
+        self._labelled: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def __enter__(self) -> AnswerLog:
@@ -129,6 +131,8 @@ class AnswerLog:
                 raise UnknownAnswer(f"nothing is learned from answer '{answer_id}'")
             if choice >= len(given):
                 raise DataError(f"answer '{answer_id}' has {len(given)} choices, none with index {choice}")
+            if self._labelled[answer_id] >= _MOST_LABELS:
+                raise DataError(f"answer '{answer_id}' has {_MOST_LABELS} labels already; the last of them counts")
             has_answer, has_score = label.answer is not None, label.score is not None
             found = feedback_label(
                 given[choice],
@@ -141,6 +145,7 @@ class AnswerLog:
                 self.counts["labels_full"] += 1
             else:
                 self.counts["labels"] += 1
+                self._labelled[answer_id] += 1
 
     # Orders
 
@@ -160,7 +165,7 @@ class AnswerLog:
     def _remember(self, request_id: str, given: tuple[str | None, ...]) -> None:
         self._given[request_id] = given
         while len(self._given) > _KNOWN:
-            self._given.popitem(last=False)
+            self._labelled.pop(self._given.popitem(last=False)[0], None)
 
     def _read_known(self) -> None:
         """Answers of the newest segments, so that their labels are taken after a restart as well."""
@@ -176,3 +181,5 @@ class AnswerLog:
                 except DataError:
                     continue
                 self._remember(experience.request_id, experience.given)
+            elif record.kind == "label" and (request := str(record.value.get("request_id"))) in self._given:
+                self._labelled[request] += 1

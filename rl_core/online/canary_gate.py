@@ -21,17 +21,16 @@ from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.online.canary_episodes import canary_requests
 from rl_core.online.sequential_gate import RIVALS, SequentialGate
 from rl_core.online.service_files import GATE, METRICS, read_gate, read_object
-from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.online.weight_snapshots import CHAMPION, WeightSnapshots
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import OnlineSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
 
-__all__ = ["CHAMPION", "CanaryGate"]
+__all__ = ["CanaryGate"]
 
 logger = logging.getLogger(__name__)
 
-CHAMPION = 0  # version of the snapshot that the service began with
 _KEPT = 1000  # decisions and orders in the file
 
 
@@ -57,6 +56,8 @@ class CanaryGate:
         live = self.snapshots.live()
         if live is None:
             return False
+        if read_object(self.folder / METRICS).get("paused"):
+            return self._stand_by()
         if self.gate.version is not None and live != self.rival:
             self._note("abandoned", f"the live snapshot is {live} now, no longer {self.rival}")
             self.gate.abandon()
@@ -65,6 +66,17 @@ class CanaryGate:
             return self._open(live)
         self._look()
         return True
+
+    def _stand_by(self) -> bool:
+        """While learning is paused nothing is tested: what was learned before the alarm must not go live after it."""
+        newest = max([self.tested, *self.snapshots.versions()])
+        if self.gate.version is not None:
+            self._note("abandoned", "learning is paused")
+            self.gate.abandon()
+        if (newest, None) != (self.tested, self.wanted):
+            self.tested, self.wanted = newest, None
+            self.save()
+        return False
 
     def _open(self, live: int) -> bool:
         versions = self.snapshots.versions()

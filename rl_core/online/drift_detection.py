@@ -34,6 +34,7 @@ _STAKES = 16
 # The change of each signal that raises an alarm.
 DIRECTIONS: dict[str, Literal["falls", "rises"]] = {
     "confidence": "falls", "success": "falls", "length": "rises", "refusals": "rises", "kl": "rises",
+    "champion_kl": "rises", "components": "rises",
 }  # fmt: skip
 
 

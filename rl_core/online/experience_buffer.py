@@ -170,6 +170,7 @@ class ExperienceBuffer:
             "online/buffer_callers": float(len(held)),
             "online/buffer_largest_caller": max(held.values(), default=0) / max(1, len(self.slots)),
             "online/buffer_age_max_seconds": max(ages, default=0.0),
+            "online/buffer_age_mean_seconds": math.fsum(ages) / max(1, len(ages)),
         }
         return found | {f"online/evicted/{reason}": float(count) for reason, count in sorted(self.evicted.items())}
 

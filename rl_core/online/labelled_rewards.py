@@ -46,6 +46,7 @@ class RewardTable:
     weighted_RC: NDArray[np.float64]  # contributions to the total
     totals_R: NDArray[np.float64]
     is_known_R: NDArray[np.bool_]  # False = the label says nothing of this rollout, or a component failed on it
+    success_R: NDArray[np.bool_]  # under the label
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, None where nothing is known."""
@@ -227,13 +228,13 @@ class ExperienceScorer:
         names = tuple(self.rewards.weights)
         shape = (len(found), len(names))
         raw_RC, weighted_RC, totals_R = np.zeros(shape), np.zeros(shape), np.zeros(shape[0])
-        known_R = np.zeros(shape[0], dtype=bool)
+        known_R, success_R = np.zeros(shape[0], dtype=bool), np.zeros(shape[0], dtype=bool)
         for index, rollout in enumerate(found):
             if rollout is None or rollout.is_masked:
                 continue
             values = rollout.trajectory.rewards
-            known_R[index] = True
+            known_R[index], success_R[index] = True, rollout.trajectory.success
             raw_RC[index] = [values[name] for name in names]
             weighted_RC[index] = [values[WEIGHTED + name] for name in names]
             totals_R[index] = rollout.reward
-        return RewardTable(names, raw_RC, weighted_RC, totals_R, known_R)
+        return RewardTable(names, raw_RC, weighted_RC, totals_R, known_R, success_R)

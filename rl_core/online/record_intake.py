@@ -125,6 +125,8 @@ class RecordIntake:
         if consensus is not None:
             self.precision.take_back(kept.agreed)
             kept.agreed = self.precision.observe(consensus, label)
+        if kept.label is not None and kept.label.source == "feedback":
+            return  # one who says it again and again is no change of the traffic
         given = kept.experience.vote.answer
         if label.kind == "answer" and label.text is not None:
             self.observe("success", float(given is not None and plain_text(given) == plain_text(label.text)))

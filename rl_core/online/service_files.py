@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AUDIT", "CONTRIBUTION", "GATE", "METRICS", "read_gate", "read_object"]
+__all__ = ["AUDIT", "CONTRIBUTION", "GATE", "METRICS", "OPERATOR", "file_state", "read_gate", "read_object"]
 
 AUDIT = "update_audit.log"
 CONTRIBUTION = "update_contribution.jsonl"
 GATE = "gate.json"
+OPERATOR = "operator.json"  # orders of a person
 METRICS = "worker.json"  # numbers of the worker, for live views: written after every update, never synced
 
 
@@ -21,6 +22,15 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Inode, time of the last change (ns) and size, by which a file is known to be the same; None = there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def read_gate(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ resumed, or runs later over the recorded log computes the same numbers, to the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rl_core.online.update_task import (
     request_advantages,
     rms_error,
 )
+from rl_core.online.watched_signals import champion_kl, components_against_success
 from rl_core.online.worker_checkpoints import prune_worker, restore, save_worker, worker_state
 from rl_core.settings import OnlineSettings
 from rl_core.storage.checkpoint import CheckpointStore
@@ -80,6 +81,7 @@ class UpdateWorker:
         self.held: int | None = None  # candidate of the gate, which stays on the disk
         self.paused = ""  # why nothing is learned; "" = learning
         self.last_report: UpdateReport | None = None
+        self.signals: list[tuple[str, float]] = []  # of the present update, for the alarms
         self.referenced: set[int] = set()  # versions that the checkpoint before the last one referred to
         self.needed = 0  # first record that it needs
 
@@ -136,6 +138,8 @@ class UpdateWorker:
             self.drift.reset()
         elif name == "hold" and is_there:
             self.held = int(version)  # type: ignore[arg-type]
+        elif name == "live" and self.paused:
+            raise DataError(f"order: {dict(order)!r:.200} comes while learning is paused")
         elif name == "live" and is_there:
             self._go_live(int(version))  # type: ignore[arg-type]
         else:
@@ -175,6 +179,7 @@ class UpdateWorker:
     def _update(self) -> None:
         number = self.updates + 1
         task: UpdateTask | None = None
+        self.signals = []
         self.buffer.evict_old(self.updates)
         if self.paused or not self.buffer.num_drawable:
             report = self.learner.refuse(UpdateReport(number), "paused" if self.paused else "empty")
@@ -194,7 +199,9 @@ class UpdateWorker:
             self.audit.write(report, task)
         kl = report.kl_control.get("mean_kl")
         if kl is not None and not report.refused:
-            self.intake.observe("kl", kl / self.settings.drift.max_kl)
+            self.signals.append(("kl", kl / self.settings.drift.max_kl))
+        for signal, value in self.signals:
+            self.intake.observe(signal, value)
         if not self.paused and self.learner.refused_in_row >= settings.max_refused:
             self._pause(f"{self.learner.refused_in_row} updates in a row were refused, the last one: {report.refused}")
         if self.updates % settings.snapshot_every == 0 and not self.paused:
@@ -214,6 +221,7 @@ class UpdateWorker:
         for kept, weight in zip(drawn.kept, drawn.weights, strict=True):
             item = self._scored(kept, weight, tables[kept.number])
             items += [item] if item is not None else []
+        self._note_signals(different.values(), tables)
         for number_of, found in tables.items():
             self._note_rewards(different[number_of], found)
         rate = adaptive_learning_rate(
@@ -236,6 +244,20 @@ class UpdateWorker:
             self.settings.update.algorithm,
         )
         return ScoredExperience(kept, kept.label, weight, found, advantages_R, errors_R)
+
+    def _note_signals(self, drawn: Iterable[KeptExperience], tables: Mapping[int, RewardTable | str]) -> None:
+        """Signals of the experiences that are learned from for the first time."""
+        watched, new = self.settings.drift.watched, [kept for kept in drawn if kept.times_learned == 0]
+        if "champion_kl" in watched:
+            kl = champion_kl(
+                self.learner.model, self.learner.optimizer_step, self.learner.snapshots,
+                [kept.experience for kept in new], pad_id=self.learner.pad_id,
+            )  # fmt: skip
+            if kl is not None:
+                self.signals.append(("champion_kl", kl / self.settings.drift.max_champion_kl))
+        for found in (tables[kept.number] for kept in new):
+            share = None if isinstance(found, str) else components_against_success(found)
+            self.signals += [("components", share)] if share is not None else []
 
     def _note_rewards(self, kept: KeptExperience, found: RewardTable | str) -> None:
         """The running mean takes each experience in once, under its first label that tells."""
@@ -297,4 +319,7 @@ class UpdateWorker:
             found |= {"online/kl_target": report.kl_control["target_kl"]}
             if "mean_kl" in report.kl_control:
                 found["online/mean_kl"] = report.kl_control["mean_kl"]
+        for signal, value in self.signals:
+            if signal == "champion_kl":
+                found["online/champion_kl"] = value * self.settings.drift.max_champion_kl
         return found | self.learner.metrics() | self.intake.metrics()

@@ -25,10 +25,11 @@ from rl_core.storage.folders import publish_folder, put_bytes
 from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
 from rl_core.storage.single_files import make_folder, write_text_atomic
 
-__all__ = ["WeightSnapshots", "weights_digest"]
+__all__ = ["CHAMPION", "WeightSnapshots", "weights_digest"]
 
 logger = logging.getLogger(__name__)
 
+CHAMPION = 0  # version of the model that the service began with
 POINTER = "LIVE"
 WEIGHTS = "weights.safetensors"
 _NAME = re.compile(r"snapshot-(\d{8,18})")

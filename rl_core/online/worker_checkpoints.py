@@ -16,6 +16,7 @@ from rl_core.online.labelled_rewards import ExperienceScorer
 from rl_core.online.record_intake import RecordIntake, record_digest
 from rl_core.online.update_step import GuardedLearner
 from rl_core.online.update_task import RunningBaseline
+from rl_core.online.weight_snapshots import CHAMPION
 from rl_core.settings import OnlineSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
@@ -105,8 +106,8 @@ def restore(worker: CheckpointedWorker, state: Mapping[str, Any]) -> bool:
 
 
 def prune_worker(worker: CheckpointedWorker) -> None:
-    """Remove snapshots and segments that nothing refers to any more."""
-    referenced = worker.buffer.referenced_versions() | {worker.live, worker.served, *worker.past[-1:]}
+    """Remove snapshots and segments that nothing refers to any more. The gate compares with the champion: it stays."""
+    referenced = {CHAMPION} | worker.buffer.referenced_versions() | {worker.live, worker.served, *worker.past[-1:]}
     referenced |= {worker.held} if worker.held is not None else set()
     # the checkpoint before this one may still be resumed from, where this one turns out to be damaged
     worker.learner.snapshots.prune(worker.settings.update.keep_snapshots, referenced | worker.referenced)

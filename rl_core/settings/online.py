@@ -171,9 +171,11 @@ class OnlineDriftSettings(Settings):
     """Alarms on the traffic."""
 
     watched: tuple[str, ...] = setting(
-        ("confidence", "success", "length", "refusals", "kl"),
+        ("confidence", "success", "length", "refusals", "kl", "champion_kl", "components"),
         doc="signals; confidence: of the vote; success: by feedback; length: of answers; refusals: turns that the "
-        "environment could not read; kl: mean KL to the policy that sampled; () = none",
+        "environment could not read; kl: mean KL to the policy that sampled; champion_kl: of the answers, to the model "
+        "that the service began with; components: share of pairs of a right and a wrong answer of which the reward "
+        "components other than `task` rank the wrong one higher; () = none",
     )
     reference: int = setting(200, ge=2, le=1_000_000, doc="first observations of a signal, which set its usual mean")
     run_length: float = setting(
@@ -190,10 +192,11 @@ class OnlineDriftSettings(Settings):
     )
     max_length: int = setting(4096, ge=1, le=16_777_216, doc="sampled tokens at which the signal length is 1")
     max_kl: float = setting(1.0, gt=0, doc="nats per token at which the signal kl is 1")
+    max_champion_kl: float = setting(10.0, gt=0, doc="nats per token at which the signal champion_kl is 1")
 
     def check(self) -> None:
         """Signals are known ones."""
-        known = ("confidence", "success", "length", "refusals", "kl")
+        known = ("confidence", "success", "length", "refusals", "kl", "champion_kl", "components")
         for name in self.watched:
             if name not in known:
                 raise SettingsError(f"watched: '{name}' is no signal; known: {', '.join(known)}")

@@ -1,12 +1,13 @@
 """Online learning under a shift of its traffic, without a guardrail, and under attack.
 
     python tests/benchmarks/online.py --output DIR --part shift [--model FOLDER] [--seeds 3] [--requests 2000]
-    python tests/benchmarks/online.py --output DIR --part guardrails [--arm NAME]
+    python tests/benchmarks/online.py --output DIR --part guardrails [--arm NAME] [--seed 0]
     python tests/benchmarks/online.py --output DIR --part table
 
 In this process, with the parts that a service has (sessions with votes, the log, the update worker, the gate), without
-HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is not made again.
-Without --model the policy is trained first: SFT on easy and medium levels alone. Load is online_load.py, kills are
+HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is not made again; one
+that was cut off begins anew. Without --model the policy is trained first: SFT on the levels of --levels. Success is
+taken at --points times, of a snapshot that was measured already not again. Load is online_load.py, kills are
 online_faults.py.
 """
 
@@ -16,12 +17,16 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from online_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIFT = {"consensus": {"feedback": 0.0}, "feedback 10%": {"feedback": 0.1}, "no learning": {"learns": False},
@@ -34,16 +39,27 @@ GUARDRAILS = {
 # liars: share of the callers whose feedback, on all their requests, is false. crowd: share of the requests that come
 # from one caller, who lies as well.
 ATTACKS = {"none": {}, "false feedback": {"liars": 0.2}, "one caller": {"crowd": 0.5}}
-SAMPLES, BATCH, LOOKS, CALLERS = 5, 16, 6, 20
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student, two-sided, 1 to 9 degrees
+SAMPLES, BATCH, CALLERS = 5, 16, 20
+LEVELS = ("hard", "medium", "easy")
 
 
-def make_model(folder: Path) -> Path:
-    """The demo's policy after SFT on easy and medium levels."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Length of a run, and what is measured in it."""
+
+    requests: int
+    episodes: int  # held-out ones of each level, the same for every snapshot
+    points: int  # times at which success is taken
+    looks: int  # of the gate after each batch, at most
+    rate: float  # base learning rate
+
+
+def make_model(folder: Path, levels: str) -> Path:
+    """The demo's policy after SFT on these levels, in equal shares."""
     done = folder / "model-path"
     if not done.is_file():
         command = [sys.executable, "-m", "flows.cli.main", "run", "demo", "--set", f"output={folder}", "--set",
-                   "stages.prepare_data.levels=[easy, medium]"]  # fmt: skip
+                   f"stages.prepare_data.levels=[{levels}]"]  # fmt: skip
         for stage in ("reward_model", "policy", "evaluate", "analyze", "promote"):
             command += ["--set", f"stages.{stage}=null"]
         subprocess.run(command, check=True, cwd=ROOT)
@@ -55,7 +71,7 @@ def make_model(folder: Path) -> Path:
 class Service:
     """A service without HTTP: what answers, what learns, what decides."""
 
-    def __init__(self, folder: Path, model: Path, arm: dict[str, Any], seed: int) -> None:
+    def __init__(self, folder: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
         from rl_core.api.policy import load_policy
         from rl_core.environments import make
         from rl_core.online.answer_log import AnswerLog
@@ -64,16 +80,17 @@ class Service:
         from rl_core.online.weight_snapshots import WeightSnapshots
         from rl_core.settings import ModelSettings
 
-        self.folder, self.arm, self.seed = folder, arm, seed
-        self.settings = online_settings(folder, model, arm, seed)
+        self.folder, self.arm, self.seed, self.size = folder, arm, seed, size
+        self.settings = online_settings(folder, model, arm, seed, size.rate)
         kind = ModelSettings(path=str(model), device="cpu")
         self.policy, self.judge = load_policy(kind), load_policy(kind)
         self.environment = make("pixel_grid", {"unsupported_reward": 0.5})
-        self.snapshots = WeightSnapshots(folder / SNAPSHOTS)
+        self.snapshots = WeightSnapshots(folder / SNAPSHOTS, cached=4)
         self.worker = assemble_worker(self.settings, folder)
         self.answers = AnswerLog(folder / BUFFER, self.settings, self.environment)
         self.gate = CanaryGate(folder, self.settings, self.judge, self.environment, self.snapshots)
         self.live, self.taken, self.updates = 0, 0, list[dict[str, Any]]()
+        self.measured: dict[int, dict[str, float]] = {}  # success by level of snapshots that were measured
 
     def serve(self, number: int, level: str) -> None:
         """One batch of requests, with feedback as the arm says."""
@@ -127,7 +144,7 @@ class Service:
                 self.answers.order([{"order": "live", "version": newest}])
                 self.worker.step()
             return
-        for _ in range(LOOKS):
+        for _ in range(self.size.looks):
             self.gate.step()
             self.hand_orders()
 
@@ -156,14 +173,24 @@ class Service:
         from rl_core.online.service_files import METRICS
         from rl_core.storage.single_files import write_text_unsynced
 
-        write_text_unsynced(self.folder / METRICS, json.dumps(self.worker.metrics()))
+        write_text_unsynced(self.folder / METRICS, json.dumps({"paused": self.worker.paused, **self.worker.metrics()}))
 
-    def success(self, level: str, episodes: int) -> float:
-        """Success of the live snapshot on held-out episodes, greedy."""
-        return success_of(self.policy, self.environment, level, episodes)
+    def success(self, version: int) -> dict[str, float]:
+        """Success of a snapshot on held-out episodes of each level, greedy."""
+        from rl_core.models.trainable_weights import load_trainable_weights
+
+        if version not in self.measured:
+            load_trainable_weights(self.judge.model, self.snapshots.weights(version))
+            self.measured[version] = success_by_level(self.judge, self.environment, self.size.episodes)
+        return self.measured[version]
 
 
-def success_of(policy: Any, environment: Any, level: str, episodes: int) -> float:
+def success_by_level(policy: Any, environment: Any, episodes: int) -> dict[str, float]:
+    """Success on held-out episodes of each level, greedy."""
+    return {level: _success(policy, environment, level, episodes) for level in LEVELS}
+
+
+def _success(policy: Any, environment: Any, level: str, episodes: int) -> float:
     from rl_core.evaluation import evaluate
     from rl_core.rollouts.heldout_requests import heldout_requests
     from rl_core.settings import EvaluationSettings
@@ -179,7 +206,7 @@ def sampling(temperature: float) -> Any:
     return SamplingSettings(temperature=temperature, max_completion_tokens=64, max_turns=6)
 
 
-def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -> Any:
+def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, rate: float) -> Any:
     from rl_core.settings import (
         EnvironmentSettings,
         ModelSettings,
@@ -192,7 +219,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -
         VotingSettings,
     )
 
-    update = {"learning_rate": 1e-4, "max_learning_rate": 2e-4, "min_learning_rate": 1e-6, "batch_size": 16,
+    update = {"learning_rate": rate, "max_learning_rate": 2 * rate, "min_learning_rate": rate / 100, "batch_size": 16,
               "first_update": 16, "update_every": 8, "snapshot_every": 8, "ema_decay": 0.9}  # fmt: skip
     update |= arm.get("update", {})
     return OnlineSettings(
@@ -201,7 +228,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int) -
         buffer=OnlineBufferSettings(capacity=256),  # so that the cap of one caller binds within a run
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES), labels=OnlineLabelSettings(min_confidence=0.6),
         update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
-        gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=120, sampling=sampling(0.0)),
+        gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=60, max_episodes=600, sampling=sampling(0.0)),
     )  # fmt: skip
 
 
@@ -216,122 +243,66 @@ def _answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
     )  # fmt: skip
 
 
-def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, requests: int, episodes: int) -> None:
+def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
     """One service from its first request to the last; its numbers into a file."""
     if place.is_file():
         return
     import torch
 
-    from rl_core.models.trainable_weights import load_trainable_weights
-
     torch.set_num_threads(1)
-    began, curve = time.time(), []
-    service = Service(place.with_suffix(".service"), model, arm, seed)
+    folder = place.with_suffix(".service")
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+    began, processor, curve = time.time(), time.process_time(), []
+    service, batches = Service(folder, model, arm, seed, size), size.requests // BATCH
+    measured = {round(batches * point / max(1, size.points - 1)) for point in range(size.points)}
     with service.answers, service.worker:
-        for number in range(requests // BATCH + 1):
-            if number % max(1, requests // BATCH // 6) == 0 or number == requests // BATCH:
+        for number in range(batches + 1):
+            if number in measured:
                 service.take_live()
-                point = {"requests": number * BATCH, "live": service.live}
-                curve.append(point | {level: service.success(level, episodes) for level in ("hard", "medium", "easy")})
-                print(place.stem, curve[-1], flush=True)
-            if number < requests // BATCH:
+                point = {"requests": number * BATCH, "live": service.live, **service.success(service.live)}
+                curve.append(point)
+                print(place.stem, point, f"{time.process_time() - processor:.0f} s", flush=True)
+            if number < batches:
                 service.serve(number, "hard")
                 service.learn()
         newest = service.snapshots.versions()[-1]
-        load_trainable_weights(service.policy.model, service.snapshots.weights(newest))
-        learned = {level: service.success(level, episodes) for level in ("hard", "medium", "easy")}
         found = {
-            "newest": {"version": newest, **learned}, "requests": requests, "episodes": episodes,
-            "processor_seconds": time.process_time(), "arm": arm, "seed": seed, "curve": curve,
-            "updates": service.updates,
-            "metrics": service.worker.metrics(), "decisions": service.gate.decisions, "load": os.getloadavg(),
-            "seconds": time.time() - began, "answers": dict(service.answers.counts), "model": str(model),
+            "newest": {"version": newest, **service.success(newest)}, "requests": size.requests,
+            "episodes": size.episodes, "processor_seconds": time.process_time() - processor, "arm": arm, "seed": seed,
+            "curve": curve, "updates": service.updates, "metrics": service.worker.metrics(), "rate": size.rate,
+            "decisions": service.gate.decisions, "load": os.getloadavg(), "seconds": time.time() - began,
+            "answers": dict(service.answers.counts), "model": str(model), "paused": service.worker.paused,
         }  # fmt: skip
     place.write_text(json.dumps(found, indent=1))
+    shutil.rmtree(folder)
 
 
-def offline(place: Path, model: Path, seed: int, requests: int, episodes: int) -> None:
+def offline(place: Path, model: Path, seed: int, size: Size) -> None:
     """GRPO on as many hard episodes, with the environment's own rewards."""
     if place.is_file():
         return
+    import torch
+
     from rl_core import grpo, load_policy
     from rl_core.environments import make
     from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings
 
-    policy, environment = load_policy(ModelSettings(path=str(model), device="cpu")), make(
-        "pixel_grid", {"unsupported_reward": 0.5}
-    )  # fmt: skip
-    before = {level: success_of(policy, environment, level, episodes) for level in ("hard", "medium", "easy")}
+    torch.set_num_threads(1)
+    processor = time.process_time()
+    policy = load_policy(ModelSettings(path=str(model), device="cpu"))
+    environment = make("pixel_grid", {"unsupported_reward": 0.5})
+    before = success_by_level(policy, environment, size.episodes)
     settings = PolicySettings(
-        algorithm="grpo", iterations=requests // BATCH, prompts_per_iteration=BATCH, group_size=SAMPLES,
+        algorithm="grpo", iterations=size.requests // BATCH, prompts_per_iteration=BATCH, group_size=SAMPLES,
         learning_rate=3e-4, sampling=sampling(1.0), curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
     )  # fmt: skip
     grpo(policy, environment=environment, settings=settings, seed=seed).run()
-    after = {level: success_of(policy, environment, level, episodes) for level in ("hard", "medium", "easy")}
-    place.write_text(json.dumps({"before": before, "after": after, "requests": requests, "seed": seed}))
-
-
-def table(output: Path) -> str:
-    """Markdown of all runs: means over seeds with 95% intervals of Student's t, and a picture."""
-    rows = ["| run | seeds | hard: change | easy, medium: change | lowest live level, against the start | newest "
-            "snapshot, hard: change | live snapshots | updates taken | mean KL, updates 51 on | pseudo-labels right |",
-            "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    arms: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(output.glob("*.seed*.json")):
-        arms.setdefault(path.name.partition(".seed")[0], []).append(json.loads(path.read_text()))
-    for name, runs in arms.items():
-        taken = [r["metrics"].get("online/update_success_rate", 1.0) for r in runs]
-        late = [[u["mean_kl"] for u in r["updates"][50:] if "mean_kl" in u] for r in runs]
-        right = [r["metrics"].get("online/pseudo_label_precision") for r in runs]
-        rows.append("| " + " | ".join([
-            name.replace("_", " "), str(len(runs)), _points([_change(r, ("hard",)) for r in runs]),
-            _points([_change(r, ("easy", "medium")) for r in runs]), _points([_lowest(r) for r in runs]),
-            _points([r["newest"]["hard"] - r["curve"][0]["hard"] for r in runs]),
-            ", ".join(str(sum(d["verdict"] == "promoted" for d in r["decisions"])) for r in runs),
-            f"{statistics.mean(taken):.1%}", ", ".join(f"{statistics.mean(k):.3f}" for k in late if k) or "-",
-            ", ".join(f"{share:.0%}" for share in right if share is not None) or "-",
-        ]) + " |")  # fmt: skip
-    picture(output, arms)
-    return "\n".join(rows)
-
-
-def _change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
-    """Success at the end against the start, mean over levels."""
-    first, last = run["curve"][0], run["curve"][-1]
-    return statistics.mean(last[level] - first[level] for level in levels)
-
-
-def _lowest(run: dict[str, Any]) -> float:
-    """Largest fall of the live snapshot's success over all levels together, at any time."""
-    levels = ("easy", "medium", "hard")
-    return min(statistics.mean(point[x] - run["curve"][0][x] for x in levels) for point in run["curve"])
-
-
-def _points(values: list[float]) -> str:
-    """Mean in points with the half-width of its 95% interval, in points."""
-    if len(values) < 2:
-        return f"{100 * values[0]:+.1f}"
-    half = T_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * statistics.mean(values):+.1f} ± {100 * half:.1f}"
-
-
-def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
-    """Success on held-out hard episodes over the requests, by arm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for number, (name, runs) in enumerate(arms.items()):
-        for run in runs:
-            x, y = [p["requests"] for p in run["curve"]], [100 * p["hard"] for p in run["curve"]]
-            axes.plot(x, y, marker="o", color=f"C{number}", label=name if run is runs[0] else None)
-    axes.set_xlabel("requests of hard level")
-    axes.set_ylabel("success of the live snapshot on held-out hard episodes, %")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(output / "online.png", dpi=110)
+    after = success_by_level(policy, environment, size.episodes)
+    found = {"curve": [{"requests": 0, **before}, {"requests": size.requests, **after}], "newest": after, "seed": seed,
+             "requests": size.requests, "episodes": size.episodes, "model": str(model),
+             "processor_seconds": time.process_time() - processor, "seconds": 0.0}  # fmt: skip
+    print(place.stem, before, after, f"{found['processor_seconds']:.0f} s", flush=True)
+    place.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
@@ -339,27 +310,32 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--part", choices=("shift", "guardrails", "table"), required=True)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--levels", default="easy, medium", help="of the demonstrations that SFT imitates")
     parser.add_argument("--arm", action="append", help="of shift or guardrails: this one alone; several times")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=500)
+    parser.add_argument("--points", type=int, default=7)
+    parser.add_argument("--looks", type=int, default=6)
+    parser.add_argument("--rate", type=float, default=1e-4)
     given = parser.parse_args()
     output: Path = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     if given.part == "table":
         return print(table(output))
-    model = (given.model or make_model(output / "training")).resolve()
+    size = Size(given.requests, given.episodes, given.points, given.looks, given.rate)
+    model = (given.model or make_model(output / "training", given.levels)).resolve()
     arms = {f"shift {name}": arm for name, arm in SHIFT.items()}
     if given.part == "guardrails":
         arms = {f"{rail}, attack {attack}": {**GUARDRAILS[rail], **ATTACKS[attack]}
-                for rail in GUARDRAILS for attack in ATTACKS}  # fmt: skip
-    for seed in range(given.seeds):
+                for attack in ATTACKS for rail in GUARDRAILS}  # fmt: skip
+    for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for name, arm in arms.items():
             if not given.arm or name in given.arm:
-                place = output / f"{name.replace(' ', '_')}.seed{seed}.json"
-                run_arm(place, model, arm, seed, given.requests, given.episodes)
+                run_arm(output / f"{name.replace(' ', '_')}.seed{seed}.json", model, arm, seed, size)
         if given.part == "shift" and (not given.arm or "offline" in given.arm):
-            offline(output / f"offline-{seed}.json", model, seed, given.requests, given.episodes)
+            offline(output / f"offline_GRPO.seed{seed}.json", model, seed, size)
 
 
 if __name__ == "__main__":

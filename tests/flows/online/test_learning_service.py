@@ -24,7 +24,14 @@ from rl_core.inference.served_answers import FeedbackLabel
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.experience_log import LogReader
 from rl_core.online.service_files import CONTRIBUTION, GATE, METRICS
-from rl_core.settings import EnvironmentSettings, LoraSettings, ModelSettings, OnlineSettings, ServingSettings
+from rl_core.settings import (
+    EnvironmentSettings,
+    LoraSettings,
+    ModelSettings,
+    OnlineBufferSettings,
+    OnlineSettings,
+    ServingSettings,
+)
 from tasks.config import load
 from tasks.tracking import ModelVersion
 
@@ -83,12 +90,40 @@ def test_orders_are_handed_over_once_and_alarms_are_told(folder):
             service._hand_orders(), service._hand_orders()
             (folder.path / METRICS).write_text(json.dumps({"paused": "drift: length rises"}))
             service._look_at_alarms(), service._look_at_alarms()
-            assert folder.orders_taken == 2, attempt
+            service._look_at_log()
+            assert folder.orders_taken == {"gate.json": 2, "operator.json": 0}, attempt
     written = [record.value for record in LogReader(folder.path / "buffer").read()]
     assert written == [entry["order"] for entry in orders]
     told = [(event["kind"], event["text"]) for event in read_events(folder.path)]
-    alarm = ("alarm", "drift: length rises")  # told again after the restart: it still stands
+    text = f"drift: length rises; `posttrain online resume {folder.path}` has it go on"
+    alarm = ("alarm", text)  # told again after the restart: it still stands
     assert told == [("promoted", "snapshot 9: no worse"), alarm, alarm]
+
+
+def test_a_person_has_learning_go_on_after_an_alarm(folder, capsys, tmp_path):
+    settings, source = made(folder)
+    resume = ["online", "resume", str(folder.path)]
+    assert main(resume) == 0 and "not paused" in capsys.readouterr().out
+    with LearningService(folder, settings, source, lambda: None) as service:
+        for number in (1, 2):
+            (folder.path / METRICS).write_text(json.dumps({"paused": "drift: length rises"}))
+            assert main(resume) == 0 and "drift: length rises" in capsys.readouterr().out
+            service._hand_orders(), service._hand_orders()
+            assert folder.orders_taken == {"gate.json": 0, "operator.json": number}
+    assert [record.value for record in LogReader(folder.path / "buffer").read()] == [{"order": "resume"}] * 2
+    assert main(["online", "resume", str(tmp_path)]) == 2 and "holds no service" in capsys.readouterr().err
+
+
+def test_a_full_record_is_said_once(folder):
+    small = dataclasses.replace(CHAT, buffer=OnlineBufferSettings(max_bytes=4096))
+    settings, source = made(folder, small)
+    with LearningService(folder, settings, source, lambda: None) as service:
+        service._look_at_log()
+        assert read_events(folder.path) == []
+        service.answers.counts["full"] += 1
+        service._look_at_log(), service._look_at_log()
+    (event,) = read_events(folder.path)
+    assert event["kind"] == "full" and "4,096 bytes" in event["text"] and "keep_segments=false" in event["text"]
 
 
 @pytest.mark.parametrize("kind", [{}, {"dtype": "bfloat16"}])

@@ -116,6 +116,20 @@ def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
         assert worker.counts["refused"] == 0 and worker.buffer.find("chatcmpl-1").label.text == "green"
 
 
+def test_one_answer_takes_so_many_labels(tmp_path):
+    with AnswerLog(tmp_path, CHAT) as log:
+        log.record([answer()]), log.record([answer(request="chatcmpl-2")])
+        for number in range(10):
+            log.accept("chatcmpl-1", 0, FeedbackLabel(answer=f"a{number}"))
+    with AnswerLog(tmp_path, CHAT) as log:  # those of before are counted
+        for number in range(6):
+            log.accept("chatcmpl-1", 0, FeedbackLabel(answer=f"b{number}"))
+        with pytest.raises(DataError, match="16 labels already"):
+            log.accept("chatcmpl-1", 0, FeedbackLabel(thumb="up"))
+        log.accept("chatcmpl-2", 0, FeedbackLabel(thumb="up"))
+    assert sum(record.kind == "label" for record in LogReader(tmp_path).read()) == 17
+
+
 def test_a_full_log_refuses_and_counts(tmp_path):
     small = dataclasses.replace(CHAT, buffer=dataclasses.replace(CHAT.buffer, max_bytes=4096))
     with AnswerLog(tmp_path, small) as log:

@@ -149,6 +149,21 @@ def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up
     assert gate.decisions[-1]["verdict"] == "abandoned" and gate.gate.version is None
 
 
+def test_nothing_from_before_an_alarm_goes_live_after_it(tmp_path, snapshots, played):
+    gate = make_gate(tmp_path, episodes_per_look=5)
+    holds(gate, 10), gate.step()
+    publish(snapshots, 20)
+    (tmp_path / METRICS).write_text('{"paused": "drift: length rises", "online/held_version": 10.0}')
+    played["versions"].clear()
+    assert not gate.step() and not gate.step() and played["versions"] == []
+    assert [one["verdict"] for one in gate.decisions] == ["abandoned"] and gate.tested == 20
+    (tmp_path / METRICS).write_text('{"paused": "", "online/held_version": 10.0}')
+    again = make_gate(tmp_path, episodes_per_look=5)
+    assert not again.step() and again.orders == gate.orders  # nothing newer than the alarm
+    publish(snapshots, 30)
+    assert holds(again, 30)
+
+
 def test_a_torn_or_foreign_file_is_no_state(tmp_path):
     (tmp_path / GATE).write_text("[1, 2")
     assert read_gate(tmp_path) == {}

@@ -38,7 +38,7 @@ LABEL = Label("answer", "feedback", text="a")
 def table(rewards, known=None):
     values = np.array(rewards, dtype=np.float64)
     known = np.ones(len(values), bool) if known is None else np.array(known)
-    return RewardTable(("task",), values[:, None], values[:, None], values, known)
+    return RewardTable(("task",), values[:, None], values[:, None], values, known, values >= 0.5)
 
 
 def item(made, rewards, *, weight=1.0, known=None, method="dr_grpo"):

@@ -227,6 +227,10 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
         assert worker.paused.startswith("drift: confidence falls") and worker.counts["pauses"] == 1
         assert all((worker.learner.model.state_dict()[name] == value).all() for name, value in before.items())
         assert worker.live == 0 == worker.learner.snapshots.live()
+        with ExperienceLog(log) as writer:  # the gate, which did not know yet
+            writer.append([("control", {"order": "live", "version": live})])
+        run_to_end(worker)
+        assert worker.live == 0 == worker.learner.snapshots.live() and worker.counts["refused"] == 1
         refused = worker.learner.refused["paused"]
         assert refused > 0 and worker.metrics()["online/paused"] == 1.0
         with ExperienceLog(log) as writer:
@@ -237,6 +241,31 @@ def test_an_alarm_stops_learning_and_goes_back_to_the_snapshot_before(tmp_path):
         assert not worker.paused and worker.learner.taken > taken
     with make_worker(tmp_path, log, chosen) as again:  # and all of it survives
         assert again.live == 0 and again.past == [] and again.counts["pauses"] == 1
+
+
+def test_success_is_told_once_by_request(tmp_path):
+    drift = OnlineDriftSettings(watched=("success",))
+    first = answered(0)
+    right = feedback_label(first.vote.answer, right=first.vote.answer)
+    with worker_with(tmp_path, [first, *[("r0", right)] * 5], settings({"first_update": 100}, drift=drift)) as worker:
+        run_to_end(worker)
+        assert worker.counts["labels"] == 5 and worker.drift.detectors["success"].count == 1
+
+
+def test_answers_far_from_the_champion_raise_an_alarm(tmp_path):
+    drift = OnlineDriftSettings(
+        watched=("champion_kl",), reference=2, run_length=10.0, slack=0.0, reference_error=0.9, max_champion_kl=1.0
+    )
+    chosen, log = settings({"first_update": 4, "update_every": 2, "snapshot_every": 1}, drift=drift), tmp_path / "log"
+    with make_worker(tmp_path, log, chosen) as worker:
+        write_traffic(log, range(8), feedback=10**9)
+        run_to_end(worker)  # answers of the champion: exactly 0, whatever their log-probs say
+        assert worker.signals[0] == ("champion_kl", 0.0) and worker.metrics()["online/champion_kl"] == 0.0
+        with ExperienceLog(log) as writer:
+            writer.append([("control", {"order": "live", "version": 2})])
+        write_traffic(log, range(8, 30), version=2, feedback=10**9)
+        run_to_end(worker)
+        assert worker.paused.startswith("drift: champion_kl rises") and worker.live == 0
 
 
 def test_refused_again_and_again_it_pauses(tmp_path, traffic):
@@ -265,6 +294,21 @@ def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
         run_to_end(worker)
         versions = set(worker.learner.snapshots.versions())
         assert worker.buffer.referenced_versions() <= versions and not {1, 4, 5, 7} & versions
+
+
+def test_the_model_that_it_began_with_stays_for_the_gate(tmp_path):
+    update = {"snapshot_every": 1, "checkpoint_every": 1, "keep_snapshots": 1}
+    log, chosen = tmp_path / "log", settings(update, buffer=OnlineBufferSettings(capacity=4, max_caller_share=1.0))
+    with make_worker(tmp_path, log, chosen) as worker:
+        write_traffic(log, range(6), feedback=10**9)
+        run_to_end(worker)
+        for start in (6, 12, 18):  # nothing in the buffer is of the first model, and it was not live of late
+            with ExperienceLog(log) as writer:
+                writer.append([("control", {"order": "live", "version": worker.served})])
+            write_traffic(log, range(start, start + 6), version=worker.served, feedback=10**9)
+            run_to_end(worker)
+        assert 0 not in worker.buffer.referenced_versions() | {worker.live, *worker.past[-1:]}
+        assert 0 in worker.learner.snapshots.versions() and 1 not in worker.learner.snapshots.versions()
 
 
 def test_segments_of_evicted_experiences_go_where_they_are_not_kept(tmp_path):
