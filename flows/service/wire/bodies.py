@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flows.service.wire.json_body import Body, Finite, Id, Number, Seq, Tags, Text, TrainingHead, Ttl
+from flows.service.wire.json_body import Body, Finite, Id, Metadata, Number, Seq, Tags, Text, TrainingHead, Ttl
 
 __all__ = [
     "CreateModelBody", "CreateSamplingSession", "GetInfo", "JoinSamplingSession", "LoadWeightsBody", "OptimStepBody",
@@ -40,7 +40,7 @@ class CreateModelBody(Body):
     session_id: Id
     model_seq_id: Number
     base_model: Text
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: Lora | None = None
     optimizer_config: OptimizerFamily = OptimizerFamily()
 
@@ -115,7 +115,7 @@ class LoadWeightsBody(Body):
     seq_id: Seq | None = None
     base_model: Text | None = None
     optimizer_config: OptimizerFamily | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     weights_access_token: Text | None = None
 
 
