@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,10 +274,10 @@ def _in_turn(rows: Sequence[sa.Row[Any]], chains: Mapping[str, Sequence[int]]) -
         chains: numbers of each run that may be computed, in order; what follows one that is not among the rows is not.
     """
     mine = {(row.target, row.seq): row for row in rows if row.line == "training"}
-    turns = {
-        target: itertools.takewhile(lambda row: row is not None, (mine.get((target, seq)) for seq in chain))
-        for target, chain in chains.items()
-    }
+    turns: dict[str, Iterator[sa.Row[Any]]] = {}
+    for target, chain in chains.items():
+        there = itertools.takewhile(mine.__contains__, [(target, seq) for seq in chain])
+        turns[target] = iter([mine[key] for key in there])
     found = [row if row.line != "training" else next(turns[row.target], None) for row in rows]
     return [row for row in found if row is not None]
 

@@ -33,6 +33,9 @@ def test_what_waits_behind_a_hole_hides_nothing_that_is_ready(tmp_path):
     first = store.accept(update("blocked", 1))  # the last of all, and the first of its run
     assert [one.seq for one in store.ready(2)] == [1, 2] and store.ready(2)[0].request_id == first.request_id
     assert [one.seq for one in store.ready(100)] == list(range(1, 20))
+    for run in ("free", "other"):  # each run's own requests, whichever is looked at last
+        store.accept(create("other") if run == "other" else update(run, 2))
+    assert {(one.target, one.seq) for one in store.ready(100)} >= {("other", 0), ("blocked", 19)}
     assert store.cancel(first.request_id) and [one.seq for one in store.ready(2)] == [2, 3]
     store.close()
 
