@@ -142,11 +142,19 @@ class Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes, content_type: str) -> Reply:
-        """One exchange."""
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        """One exchange; on another connection where the server has closed one that was idle."""
         head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        found = (await reader.readuntil(b"\r\n\r\n")).lower()
+        while True:
+            is_used = bool(self._idle)
+            reader, writer = self._idle.pop() if is_used else await asyncio.open_connection(self._host, self._port)
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            try:
+                found = (await reader.readuntil(b"\r\n\r\n")).lower()
+                break
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                writer.close()
+                if not is_used:
+                    raise
         length = int(found.partition(b"content-length:")[2].partition(b"\r\n")[0])
         reply = Reply(int(found[9:12]), await reader.readexactly(length) if length else b"")
         self._idle.append((reader, writer))
