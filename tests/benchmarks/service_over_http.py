@@ -80,10 +80,14 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"{address} does not answer:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-# SkyRL's server starts its engine by `uv run` in its own checkout; in an environment this takes the place of uv.
+# SkyRL's server has to be a child of `uv run`, and starts its engine so; here this takes uv's place.
 _UV = """#!/bin/sh
 while [ "$1" != "-m" ]; do shift; done
-exec "{python}" "$@"
+"{python}" "$@" &
+child=$!
+trap 'kill $child' TERM
+wait $child
+wait $child
 """
 
 
@@ -92,7 +96,7 @@ def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, li
     """Address and process numbers (server, engine) of SkyRL's server over the same model, by its JAX backend.
 
     Args:
-        python: of an environment with `skyrl[tinker,jax]` (Python 3.12).
+        python: of an environment with `skyrl[tinker,jax]` and aiohttp, which 0.4.0 leaves out (Python 3.12).
     """
     port = next(number for number in range(8600, 8700) if is_free(number))
     (folder / "bin").mkdir(parents=True)
@@ -101,7 +105,7 @@ def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, li
     shim.chmod(0o755)
     backend = {"max_lora_adapters": 2 * max(RANKS), "max_lora_rank": max(RANKS)}
     command = [
-        python, "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port), "--base-model", base.name,
+        str(shim), "run", "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port), "--base-model", base.name,
         "--backend", "jax", "--backend-config", json.dumps(backend), "--checkpoints-base", str(folder / "checkpoints"),
         "--database-url", f"sqlite:///{folder / 'peer.db'}",
     ]  # fmt: skip
@@ -113,7 +117,8 @@ def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, li
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_for(address, server, folder / "peer.log")
-        yield address, [server.pid, *(child.pid for child in psutil.Process(server.pid).children())]
+        below = psutil.Process(server.pid).children(recursive=True)
+        yield address, [one.pid for one in below if one.name() != "uv" and "sh" not in one.name()][:2]
     finally:
         server.terminate()
         server.wait(60)
