@@ -105,7 +105,8 @@ def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, li
     shim.chmod(0o755)
     backend = {"max_lora_adapters": 2 * max(RANKS), "max_lora_rank": max(RANKS)}
     command = [
-        str(shim), "run", "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port), "--base-model", base.name,
+        str(shim), "run", "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port),
+        "--base-model", base.name,
         "--backend", "jax", "--backend-config", json.dumps(backend), "--checkpoints-base", str(folder / "checkpoints"),
         "--database-url", f"sqlite:///{folder / 'peer.db'}",
     ]  # fmt: skip
