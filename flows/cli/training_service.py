@@ -58,10 +58,17 @@ def _table(
     if not rows:
         print(nothing)
         return
-    texts = [list(titles), *([str(cell) for cell in row] for row in rows)]
+    texts = [list(titles), *([_cell(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in texts) for column in range(len(titles))]
     for row in texts:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: object) -> str:
+    """A cell on one line; paths are what clients sent."""
+    from flows.cli.visible import visible
+
+    return visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _names(store: ServiceStore) -> dict[str, str]:

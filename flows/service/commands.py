@@ -11,7 +11,7 @@ from typing import Literal
 from rl_core.service.answers import ForwardBackwardResult, OptimStepResult, SampleResult
 from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.evaluation_requests import EvaluateRequest
-from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep, SampleRequest
+from rl_core.service.requests import CreateModel, ForwardBackward, OptimizerKind, OptimStep, SampleRequest
 
 __all__ = [
     "Command",
@@ -62,6 +62,7 @@ class LoadWeights(_OfRun):
 
     path: str
     optimizer: bool
+    kind: OptimizerKind | None = None  # of a new run that gets the weights alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,12 +91,14 @@ def _requests(
 ) -> list[ServedRequest]:
     assert server.model is not None
     sampling = _sampling(body, server.model.context)
-    seconds = min(server.settings.request_seconds, body.deadline_seconds or server.settings.request_seconds)
+    most, asked = server.settings.request_seconds, body.deadline_seconds or math.inf
+    seconds = min(most, asked)
+    limit = f"deadline_seconds: {asked:g}" if asked < most else f"the server's serving.request_seconds: {most:g}"
     top = max(server.top, (body.top_logprobs or 0) if body.logprobs else 0)
     return [
         ServedRequest(
-            sequence, sampling, caller=body.user or "", deadline=began + seconds, top=top, streams=bool(body.stream),
-            has_stops=bool(body.stops),
+            sequence, sampling, caller=body.user or "", deadline=began + seconds, limit=limit, top=top,
+            streams=bool(body.stream), has_stops=bool(body.stops),
         )
         for sequence in sequences
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -67,14 +68,18 @@ def _requests(server: ChatServer, prompts: PromptMaker, body: CompletionBody, be
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p, max_turns=1,
         max_completion_tokens=min(body.max_tokens, context),
     )  # fmt: skip
+    seconds = server.settings.request_seconds
+    if server.settings.rollouts:  # a trainer has a limit of its own, and gives a turn up by hanging up
+        seconds = math.inf
     model_ends = frozenset(prompts.renderer.eos_ids)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model_ends)
     stops = stop_test(prompts.renderer.action_text, body.stop)
     return [
         ServedRequest(
             AnswerSequence(body.prompt, seed, stops), sampling, caller=body.user,
-            deadline=began + server.settings.request_seconds, top=body.logprobs or 0, has_stops=bool(body.stop),
-            end_ids=None if ends == model_ends else ends, drawn=body.drawn,
+            deadline=began + seconds, limit=f"the server's serving.request_seconds: {seconds:g}",
+            top=body.logprobs or 0, has_stops=bool(body.stop), end_ids=None if ends == model_ends else ends,
+            drawn=body.drawn,
         )
         for seed in _seeds(body)
     ]  # fmt: skip

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["bounded_connections", "raise_file_limit"]
+__all__ = ["bounded_connections"]
 
 
 def bounded_connections(most: int, idle_seconds: float) -> type[H11Protocol]:
@@ -48,11 +47,3 @@ def bounded_connections(most: int, idle_seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
     return BoundedProtocol
-
-
-def raise_file_limit(wanted: int) -> None:
-    """Allow this process so many open files, as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

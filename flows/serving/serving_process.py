@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from typing import Any
 
 from flows.operations.ports import check_port
 from flows.runtime.access_token import token_of
+from flows.runtime.server_limits import raise_file_limit, switch_threads_soon
 from flows.serving.chat_application import make_chat_app
 from flows.serving.chat_server import ChatServer
-from flows.serving.connections import bounded_connections, raise_file_limit
+from flows.serving.connections import bounded_connections
 from flows.serving.learning_start import Learner, LearningPlan
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion, load_served
@@ -28,7 +28,6 @@ __all__ = ["Serving", "serve"]
 
 log = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.001  # of the interpreter's lock: the engine needs it seldom and briefly, and should not wait for it
 STOP_SECONDS = 5  # for answers that are being sent when the server is stopped
 
 
@@ -110,7 +109,7 @@ def _serve_http(server: ChatServer, serving: Serving, say: Callable[[str], None]
 
     settings = serving.settings
     raise_file_limit(settings.max_connections + 256)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    switch_threads_soon()
     http: Any = bounded_connections(settings.max_connections, settings.idle_seconds)
 
     class Web(uvicorn.Server):

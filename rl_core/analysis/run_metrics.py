@@ -64,6 +64,7 @@ PERF = MetricGroup(
         Metric("perf/forward_backward_seconds", "s",
                "Training service: the passes behind an update, those of other runs beside them included."),
         Metric("perf/optim_step_seconds", "s", "Training service: the update."),
+        Metric("perf/queue_depth", "requests", "Training service: requests that wait, or are computed."),
         Metric("perf/memory_gb", "GB",
                "Peak memory so far: resident memory of the process on a CPU, allocated by torch on a GPU.",
                "Grows over iterations."),

@@ -99,6 +99,7 @@ class ServedRequest:
     sampling: SamplingSettings  # temperature, top_p, top_k, min_p and max_completion_tokens of this request
     caller: str = ""  # callers take turns
     deadline: float = math.inf  # of the loop's clock
+    limit: str = ""  # the deadline in words: what sets it, and how long it is
     top: int = 0  # most likely tokens that are kept for each sampled one
     streams: bool = False  # True = `Progress` is delivered while it runs
     has_stops: bool = False  # True = `should_stop` is asked after every token

@@ -239,7 +239,8 @@ class ServerLoop:
         while self._late and self._late[0][0] <= now:
             with self._lock:
                 late = heapq.heappop(self._late)[2]
-            self._leave(late, DeadlinePassed("the request was not answered in the time that it had"))
+            limit = f" ({late.limit})" if late.limit else ""
+            self._leave(late, DeadlinePassed(f"the request was not answered in the time that it had{limit}"))
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

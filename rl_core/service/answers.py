@@ -43,6 +43,7 @@ class ModelInfo:
     optimizer: OptimizerKind
     steps: int  # updates so far
     num_trained: int  # numbers that are trained, heads of some losses aside
+    data_digest: str  # SHA-256 of the data that the weights have learned from, in order; "" = none yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ def guarded_step(run: TrainingRun, request: OptimStep) -> dict[str, float]:
     refused = any(not kl <= guard.limit for kl, guard in zip(kls, guards, strict=True))
     if refused:
         run.load_state_dict(before)
+        run.forget_data()
     return metrics | {"kl_after:max": max(kls), "refused:mean": float(refused), "step:max": float(run.steps)}
 
 

@@ -51,6 +51,12 @@ class PassJob:
         for name, part in result.gradient.items():
             self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
 
+    def _data(self) -> Iterator[dict[str, np.ndarray]]:
+        """Arrays of each datum; of the client alone, without a reference model's."""
+        for tokens, inputs in zip(self.checked.tokens, self.checked.inputs, strict=True):
+            given = {name: array for name, array in inputs.items() if name != "ref_logprobs"}
+            yield {"tokens": tokens, **(given if self.checked.reference else inputs)}
+
     def finish(self) -> ForwardBackwardResult | ServiceError:
         """The answer. The run gets the gradient of a whole request, or nothing."""
         if self.error is not None:
@@ -58,6 +64,7 @@ class PassJob:
         loss, rows = self.checked.loss, [row for result in self.done for row in result.columns]
         if not self.request.forward_only:
             self.run.add_gradient(self.gradient)
+            self.run.note_data(self._data())
             if loss.kl_limit:
                 self.run.guards.append(_guard(self.checked, rows))
         table = _table(rows)

@@ -93,6 +93,7 @@ class OptimStep:
     model_id: str
     adam: AdamParameters = AdamParameters()
     muon_momentum: float = 0.95
+    optimizer: OptimizerKind | None = None  # that the parameters are of; None = whichever the run has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ class SavedPath:
     public: bool
     registration: Literal["none", "waiting", "done", "failed"]
     version: str | None  # NAME/NUMBER in the model registry: what `posttrain promote` takes
+    data_digest: str = ""  # SHA-256 of the data that the weights were trained on, in order; "" = none, or not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

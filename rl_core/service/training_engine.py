@@ -6,6 +6,7 @@ answer, and a fault of one leaves the others as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,14 @@ from rl_core.service.model_evaluation import EvaluatedModel, evaluate_models
 from rl_core.service.pass_planner import cut, run_jobs
 from rl_core.service.reference_logprobs import with_reference
 from rl_core.service.reference_models import ReferenceModels
-from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
+from rl_core.service.requests import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    OptimizerKind,
+    OptimStep,
+    SampleRequest,
+)
 from rl_core.service.samplers import Published, SampleJob, Sampler, Weights, sample_all
 from rl_core.service.saved_weights import (
     export_model,
@@ -118,6 +126,11 @@ class TrainingEngine:
         """One update by the gradient accumulated so far. Raises: ServiceError."""
         run = self._run(request.model_id)
         check_adam(request.adam, request.muon_momentum)
+        if request.optimizer not in (None, run.optimizer_kind):
+            raise ServiceError(
+                f"optim_step: the parameters are of {request.optimizer}, and the run was made with "
+                f"{run.optimizer_kind}; send those of its optimizer", "user",
+            )  # fmt: skip
         return OptimStepResult(metrics=guarded_step(run, request))
 
     def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
@@ -149,14 +162,18 @@ class TrainingEngine:
         """Write a run's state (see `state_dict`), with the caller's note, as a whole. Raises: ServiceError."""
         self._write(folder, self._run(model_id).state_dict() | {"note": dict(note or {})})
 
-    def load_weights(self, model_id: str, folder: str | Path, *, optimizer: bool) -> ModelInfo:
+    def load_weights(
+        self, model_id: str, folder: str | Path, *, optimizer: bool, kind: OptimizerKind | None = None
+    ) -> ModelInfo:
         """Take saved weights, and the optimizer's moments if asked for; the accumulated gradient is forgotten.
 
-        A run that does not exist is made as the saved one was. Raises: ServiceError.
+        A run that does not exist is made as the saved one was; `kind`: with another optimizer, if not with its moments.
+        Raises: ServiceError.
         """
         state = self._read(folder)
         if model_id not in self._runs:
-            self.create_model(request_of(state, model_id))
+            made = request_of(state, model_id)
+            self.create_model(made if optimizer or kind is None else dataclasses.replace(made, optimizer=kind))
         self._load(model_id, state, optimizer=optimizer, gradient=False)
         return self.model_info(model_id)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,8 @@ class TrainingRun:
         self.gradient: dict[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
         self.guards: list[KLGuard] = []
         self.steps = 0
+        self.data_digest = ""  # of all data that the weights have learned from, in order; "" = none yet
+        self._next_digest = ""  # with the data of the gradient so far
         self._hidden = hidden if request.optimizer == "muon" else set()
         self._optimizer = self._new_optimizer()
 
@@ -87,7 +90,7 @@ class TrainingRun:
         """For people and clients."""
         return ModelInfo(
             model_id=self.model_id, base=self.base.name, adapter=self.config, optimizer=self.optimizer_kind,
-            steps=self.steps, num_trained=self.num_trained,
+            steps=self.steps, num_trained=self.num_trained, data_digest=self.data_digest,
         )  # fmt: skip
 
     @property
@@ -100,6 +103,22 @@ class TrainingRun:
         for name, part in gradient.items():
             self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
 
+    def note_data(self, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
+        """Take the data of one request into the digest of the next update's weights.
+
+        The same data in the same order have the same digest. Args: rows: arrays of each datum, by name.
+        """
+        digest = hashlib.sha256(self._next_digest.encode())
+        for row in rows:
+            for name in sorted(row):
+                digest.update(f"{name} {row[name].dtype} {row[name].shape}\0".encode())
+                digest.update(row[name].tobytes())
+        self._next_digest = digest.hexdigest()
+
+    def forget_data(self) -> None:
+        """Leave the data of a gradient that is forgotten out of the digest."""
+        self._next_digest = self.data_digest
+
     def step(self, request: OptimStep) -> dict[str, float]:
         """One update by the gradient so far, which is then forgotten.
 
@@ -109,6 +128,7 @@ class TrainingRun:
         used = [gradient[name] for name in self.parameters if name in gradient]
         norm = torch.nn.utils.get_total_norm(used) if used else torch.zeros(())
         if not bool(torch.isfinite(norm)):
+            self.forget_data()
             bad = next((name for name, part in gradient.items() if not bool(torch.isfinite(part).all())), "its norm")
             raise ServiceError(
                 f"optim_step: the gradient is not finite (first: {bad}); the update was left out and the gradient "
@@ -125,6 +145,7 @@ class TrainingRun:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.steps += 1
+        self.data_digest = self._next_digest
         return {
             "grad_norm:mean": float(norm),
             "clipped:mean": float(0 < clip < float(norm)),
@@ -145,6 +166,8 @@ class TrainingRun:
                 "optimizer": self.optimizer_kind,
                 "seed": self.seed,
                 "steps": self.steps,
+                "data_digest": self.data_digest,
+                "next_digest": self._next_digest,
             },
             "model": {name: _copied(parameter) for name, parameter in self.parameters.items()},
             "optimizer": _copied_tree(self._moments()),
@@ -172,8 +195,11 @@ class TrainingRun:
                 )
             self._load_moments(state["optimizer"])
             self.steps = int(state["run"]["steps"])
+        self.data_digest = str(state["run"].get("data_digest", ""))  # the weights' past, whatever is taken along
+        self.forget_data()
         self.gradient, self.guards = {}, []
         if gradient:
+            self._next_digest = str(state["run"].get("next_digest", ""))
             device = self.base.device
             self.gradient = {name: part.to(device, copy=True) for name, part in state["gradient"].items()}
             self.guards = [KLGuard(**fields) for fields in state["guards"]]

@@ -31,7 +31,12 @@ class ServingSettings(Settings):
         le=1_048_576,
         doc="tokens after which an answer leaves its slot to others that wait, and goes on later",
     )
-    request_seconds: float = setting(600.0, gt=0, le=1e6, doc="time of one request, its waiting included")
+    request_seconds: float = setting(
+        600.0,
+        gt=0,
+        le=1e6,
+        doc="time of one request, its waiting included; a trainer's turns (rollouts) are bounded by the trainer alone",
+    )
     max_body_bytes: int = setting(8 * 2**20, ge=1024, le=2**31, doc="largest body of a request")
     max_choices: int = setting(64, ge=1, le=65_536, doc="largest n of a request")
     max_connections: int = setting(2048, ge=1, le=1_000_000, doc="open connections; further ones are closed at once")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from helpers.service_clients import loss
 
 from flows.operations.ports import is_free
@@ -26,10 +27,9 @@ from rl_core.service.requests import Datum
 from rl_core.storage.single_files import write_json_atomic
 from tasks.config import resolve
 
-__all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "served"]
+__all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "peer_served", "served"]
 
 ROOT = Path(__file__).parents[2]
-LONGEST_IDLE = 30.0  # seconds of a connection; the server closes them after 75
 RANKS = (4, 8, 16, 32)
 SIZES = {"tiny": (1, 16), "small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
 
@@ -59,17 +59,70 @@ def served(folder: Path, base: Path, threads: int, batch_runs: str) -> Iterator[
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=5).close()
-                break
-            time.sleep(0.1)
+        _wait_for(address, processes[0], folder / "server.log")
         yield address, key, [process.pid for process in processes]
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.wait(60)
+
+
+def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until a server answers. Raises: RuntimeError with the end of its log where it does not."""
+    for _ in range(3000):
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=5).close()
+            return
+        if server.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise RuntimeError(f"{address} does not answer:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+# SkyRL's server has to be a child of `uv run`, and starts its engine so; here this takes uv's place.
+_UV = """#!/bin/sh
+while [ "$1" != "-m" ]; do shift; done
+"{python}" "$@" &
+child=$!
+trap 'kill $child' TERM
+wait $child
+wait $child
+"""
+
+
+@contextlib.contextmanager
+def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, list[int]]]:
+    """Address and process numbers (server, engine) of SkyRL's server over the same model, by its JAX backend.
+
+    Args:
+        python: of an environment with `skyrl[tinker,jax]` and aiohttp, which 0.4.0 leaves out (Python 3.12).
+    """
+    port = next(number for number in range(8600, 8700) if is_free(number))
+    (folder / "bin").mkdir(parents=True)
+    shim = folder / "bin" / "uv"
+    shim.write_text(_UV.format(python=python))
+    shim.chmod(0o755)
+    backend = {"max_lora_adapters": 2 * max(RANKS), "max_lora_rank": max(RANKS)}
+    command = [
+        str(shim), "run", "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port),
+        "--base-model", base.name,
+        "--backend", "jax", "--backend-config", json.dumps(backend), "--checkpoints-base", str(folder / "checkpoints"),
+        "--database-url", f"sqlite:///{folder / 'peer.db'}",
+    ]  # fmt: skip
+    without = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    with open(folder / "peer.log", "wb") as log:
+        server = subprocess.Popen(command, cwd=base.parent, env=environment, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(address, server, folder / "peer.log")
+        below = psutil.Process(server.pid).children(recursive=True)
+        yield address, [one.pid for one in below if one.name() != "uv" and "sh" not in one.name()][:2]
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +145,30 @@ class Connections:
         self._host, _, port = address.removeprefix("http://").partition(":")
         self._port = int(port)
         self._head = f"Host: {self._host}:{port}\r\nX-API-Key: {key}\r\n"
-        self._idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes, content_type: str) -> Reply:
-        """One exchange."""
-        while self._idle and time.monotonic() - self._idle[0][0] > LONGEST_IDLE:
-            self._idle.pop(0)[2].close()
-        _, reader, writer = self._idle.pop() if self._idle else await self._connect()
+        """One exchange; on another connection where the server has closed one that was idle."""
         head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        found = (await reader.readuntil(b"\r\n\r\n")).lower()
+        while True:
+            is_used = bool(self._idle)
+            reader, writer = self._idle.pop() if is_used else await asyncio.open_connection(self._host, self._port)
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            try:
+                found = (await reader.readuntil(b"\r\n\r\n")).lower()
+                break
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                writer.close()
+                if not is_used:
+                    raise
         length = int(found.partition(b"content-length:")[2].partition(b"\r\n")[0])
         reply = Reply(int(found[9:12]), await reader.readexactly(length) if length else b"")
-        self._idle.append((time.monotonic(), reader, writer))
+        self._idle.append((reader, writer))
         return reply
-
-    async def _connect(self) -> tuple[float, asyncio.StreamReader, asyncio.StreamWriter]:
-        return time.monotonic(), *await asyncio.open_connection(self._host, self._port)
 
     async def close(self) -> None:
         """End all connections."""
-        for _, _, writer in self._idle:
+        for _, writer in self._idle:
             writer.close()
 
 
@@ -185,28 +241,15 @@ class Client:
 
 
 class PeerClient(Client):
-    """The same of a server that takes passes as JSON, as clients before 0.25 sent them (SkyRL's)."""
+    """The same of SkyRL's server, which chooses the names of runs itself."""
 
     async def open(self, rank: int) -> None:
-        """As `Client.open`; the server chooses the run's name."""
+        """As `Client.open`."""
         self.session = (await self.send("create_session", {"tags": [], "sdk_version": "0"})).json()["session_id"]
         body = {"session_id": self.session, "base_model": "base", "lora_config": {"rank": rank, "seed": rank}}
         made = (await self.send("create_model", body)).json()
         self.model_id = made["model_id"]
         await self.result(made)
-
-    async def pass_(self, given: Sequence[Datum]) -> dict[str, Any]:
-        """As `Client.pass_`."""
-        rows = [
-            {
-                "model_input": {"chunks": [{"type": "encoded_text", "tokens": datum.tokens.tolist()}]},
-                "loss_fn_inputs": {"target_tokens": {"data": datum.inputs["target_tokens"].tolist(), "dtype": "int64"}},
-            }
-            for datum in given
-        ]
-        body = {"model_id": self.model_id, "forward_backward_input": {"data": rows, "loss_fn": "cross_entropy"}}
-        promise: dict[str, Any] = (await self.send("forward_backward", body)).json()
-        return promise
 
 
 @contextlib.asynccontextmanager

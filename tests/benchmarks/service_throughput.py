@@ -6,6 +6,9 @@ pipelining   updates/s of one run with the next update in flight and one request
              exchange
 futures      overhead of a future at 64 clients: from asking to the answer in hand, without the time of computing
 
+With `--skyrl PYTHON` (an environment of Python 3.12 with `skyrl[tinker,jax]`) the last three are measured of SkyRL's
+server, too, over the same model, by the same clients; of its futures the whole time alone is known.
+
     PYTHONPATH=.:tests python tests/benchmarks/service_throughput.py --output outputs/service-throughput
 """
 
@@ -24,7 +27,7 @@ from typing import Any
 
 import psutil
 from helpers.service import make_base
-from service_over_http import RANKS, SIZES, Client, PeerClient, clients, data, served
+from service_over_http import RANKS, SIZES, Client, PeerClient, clients, data, peer_served, served
 
 from flows.service.store import ServiceStore
 from rl_core.service.requests import AdapterConfig, CreateModel, ForwardBackward, OptimStep
@@ -144,10 +147,14 @@ async def service_rows(
                 yield {"part": part, "size": size, "runs": count, **times.row(count * steps)}
 
 
-async def pipelining_rows(address: str, key: str, steps: int, repeats: int) -> AsyncIterator[dict[str, Any]]:
+async def pipelining_rows(
+    address: str, key: str, steps: int, repeats: int, kind: type[Client] = Client
+) -> AsyncIterator[dict[str, Any]]:
     """Updates/s of one client by latency."""
-    async with clients(address, key, 1) as (client,):
+    part = "pipelining" if kind is Client else "peer_pipelining"
+    async with clients(address, key, 1, kind) as (client,):
         for size in SIZES:
+            await client.train(2, size, 1)
             for latency in LATENCIES:
                 client.latency = latency / 1000
                 times: dict[int, list[float]] = {0: [], 1: [], 2: []}
@@ -158,19 +165,21 @@ async def pipelining_rows(address: str, key: str, steps: int, repeats: int) -> A
                         some.append(time.perf_counter() - begun)
                 rates = {ahead: steps / median(some) for ahead, some in times.items()}
                 yield {
-                    "part": "pipelining", "size": size, "latency_ms": latency,
+                    "part": part, "size": size, "latency_ms": latency,
                     "one_at_a_time": round(rates[0], 2), "pass_and_update_in_flight": round(rates[1], 2),
                     "next_in_flight": round(rates[2], 2), "gain": round(rates[2] / rates[0] - 1, 3),
                     "load": os.getloadavg()[0],
                 }  # fmt: skip
 
 
-async def futures_row(address: str, key: str, others: Sequence[int], seconds: float) -> dict[str, Any]:
+async def futures_row(
+    address: str, key: str, others: Sequence[int], seconds: float, kind: type[Client] = Client
+) -> dict[str, Any]:
     """Overhead of samples of one token, asked for by many clients of one sampler."""
-    async with clients(address, key, 1) as (first,):
+    async with clients(address, key, 1, kind) as (first,):
         body = {"session_id": first.session, "sampling_session_seq_id": 0, "base_model": "base"}
         sampler = (await first.send("create_sampling_session", body)).json()["sampling_session_id"]
-        askers = [Client(address, key) for _ in range(CLIENTS)]
+        askers = [kind(address, key) for _ in range(CLIENTS)]
         whole: list[float] = []
         promised: list[float] = []
         ids: list[tuple[str, float, float]] = []  # request, when it was asked for (s since the epoch), seconds it took
@@ -182,7 +191,7 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
             for turn in range(int(seconds / PAUSE)):
                 body = {
                     "sampling_session_id": sampler, "seq_id": 1 + number * 10_000 + turn, "prompt": prompt,
-                    "sampling_params": {"max_tokens": 1},
+                    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "seed": turn},
                 }  # fmt: skip
                 asked, begun = time.time(), time.perf_counter()
                 promise = (await client.send("asample", body)).json()
@@ -204,32 +213,43 @@ async def futures_row(address: str, key: str, others: Sequence[int], seconds: fl
         name: round(1000 * one / len(whole), 2) for name, one in zip(("this", "server", "worker"), used, strict=True)
     }
     return {
-        "part": "futures", "clients": CLIENTS, "every_seconds": PAUSE, "processor_ms": spent, "whole": whole,
-        "promised": promised, "ids": ids,
+        "part": "futures" if kind is Client else "peer_futures", "clients": CLIENTS, "every_seconds": PAUSE,
+        "processor_ms": spent, "whole": whole, "promised": promised, "ids": ids,
     }  # fmt: skip
 
 
-def overheads(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+def overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
     """The row with quantiles in place of single times. `overhead` is the whole without the request's own computing;
-    `waiting` is the part of it in which the worker computed for others, `future` is the rest."""
-    store = ServiceStore(f"sqlite:///{folder}/service.db")
-    served: list[tuple[float, float]] = []
-    for request_id, _, _ in row["ids"]:
-        found = store.result(request_id)
-        assert found is not None and found.started is not None and found.finished is not None
-        served.append((found.started, found.finished))
-    store.close()
-    busy = _union(served)
-    values: dict[str, list[float]] = {"whole": row.pop("whole"), "promised": row.pop("promised")}
-    values["computing"] = [finished - started for started, finished in served]
-    pairs = list(zip(row.pop("ids"), served, strict=True))
-    values["overhead"] = [took - (finished - started) for (_, _, took), (started, finished) in pairs]
-    values["waiting"] = [_overlap(busy, asked, started) for (_, asked, _), (started, _) in pairs]
-    values["future"] = [over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)]
-    for name, found_values in values.items():
-        ordered = sorted(found_values)
+    `waiting` is the part of it in which the worker computed for others, `future` is the rest.
+
+    Args:
+        folder: of the service, whose store knows when it computed; None = that is not known.
+    """
+    ids, whole, promised = row.pop("ids"), row.pop("whole"), row.pop("promised")
+    values: dict[str, list[float]] = {"whole": whole, "promised": promised}
+    if folder is not None:
+        served = _computed(folder, [request_id for request_id, _, _ in ids])
+        busy = _union(served)
+        values["computing"] = [finished - started for started, finished in served]
+        values["overhead"] = [took - own for (_, _, took), own in zip(ids, values["computing"], strict=True)]
+        values["waiting"] = [_overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)]
+        values["future"] = [over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)]
+    for name, found in values.items():
+        ordered = sorted(found)
         row |= {f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2) for share in (50, 99)}
-    return row | {"futures": len(pairs), "load": os.getloadavg()[0]}
+    return row | {"futures": len(whole), "load": os.getloadavg()[0]}
+
+
+def _computed(folder: Path, request_ids: Sequence[str]) -> list[tuple[float, float]]:
+    """When each request was computed, from and to, seconds since the epoch."""
+    store = ServiceStore(f"sqlite:///{folder}/service.db")
+    found = []
+    for request_id in request_ids:
+        result = store.result(request_id)
+        assert result is not None and result.started is not None and result.finished is not None
+        found.append((result.started, result.finished))
+    store.close()
+    return found
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -260,15 +280,15 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of futures (default: 15)")
     parser.add_argument("--threads", type=int, default=2, help="of the worker (default: 2)")
-    parser.add_argument("--peer", metavar="URL", help="measure a server there instead, which serves DIR/base, by JSON")
-    parser.add_argument("--processes", default="", help="process numbers of that server, for its processor time")
+    parser.add_argument("--skyrl", metavar="PYTHON", help="of an environment with SkyRL, whose server is measured, too")
     parser.add_argument("--batch-runs", default="exact", choices=("exact", "always", "never"))
     arguments = parser.parse_args()
     for size in SIZES.keys() - set(arguments.sizes.split(",")):
         del SIZES[size]
     folder = Path(arguments.output).resolve()
     base = make_base(folder / "base", **SHAPE)
-    parts, rows = [] if arguments.peer else arguments.parts.split(","), []
+    parts: list[str] = arguments.parts.split(",")
+    rows: list[dict[str, Any]] = []
 
     def note(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -281,28 +301,27 @@ def main() -> None:
         for row in engine_rows(base, arguments.steps, arguments.repeats, arguments.batch_runs):
             note(row)
 
-    async def through_http(place: Path, address: str, key: str, processes: Sequence[int]) -> None:
+    async def through_http(
+        place: Path | None, address: str, key: str, processes: Sequence[int], kind: type[Client]
+    ) -> None:
         if "service" in parts:
-            async for row in service_rows(address, key, processes, arguments.steps, arguments.repeats):
+            async for row in service_rows(address, key, processes, arguments.steps, arguments.repeats, kind):
                 note(row)
         if "pipelining" in parts:
-            async for row in pipelining_rows(address, key, arguments.steps, arguments.repeats):
+            async for row in pipelining_rows(address, key, arguments.steps, arguments.repeats, kind):
                 note(row)
         if "futures" in parts:
-            note(overheads(place, await futures_row(address, key, processes, arguments.seconds)))
+            note(overheads(place, await futures_row(address, key, processes, arguments.seconds, kind)))
 
-    async def of_peer(address: str) -> None:
-        processes = [int(one) for one in arguments.processes.split(",") if one]
-        async for row in service_rows(address, "peer", processes, arguments.steps, arguments.repeats, PeerClient):
-            note(row)
-
-    if arguments.peer:
-        asyncio.run(of_peer(arguments.peer))
-    elif set(parts) - {"engine"}:
+    if set(parts) - {"engine"}:
         place = folder / f"service-{time.time_ns()}"
         place.mkdir(parents=True)
         with served(place, base, arguments.threads, arguments.batch_runs) as (address, key, processes):
-            asyncio.run(through_http(place, address, key, processes))
+            asyncio.run(through_http(place, address, key, processes, Client))
+        if arguments.skyrl:
+            place = folder / f"skyrl-{time.time_ns()}"
+            with peer_served(place, base, os.path.abspath(arguments.skyrl)) as (address, processes):
+                asyncio.run(through_http(None, address, "peer", processes, PeerClient))
     facts = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
     (folder / "service_throughput.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -133,6 +133,12 @@ CALLS = {
         "on_queue_state_change": lambda s: ((queue_state(), None), {}),
         "sample": lambda s: ((), {"prompt": PROMPT, "num_samples": 2, "sampling_params": PARAMETERS}),
     },
+    "AdminClient": {
+        "get_audit_log": lambda s: ((), {}),
+        "get_billing_usage": lambda s: (("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z"), {}),
+        "get_current_checkpoint_storage_usage": lambda s: ((), {}),
+        "get_telemetry": lambda s: ((), {}),
+    },
     "RestClient": {
         "assign_session_project": lambda s: ((s.session, "project"), {}),
         "copy_weights": lambda s: ((s.state,), {}),
@@ -202,8 +208,12 @@ def outcome(owner, kind, name, scene):
 
 def main():
     scene = Scene()
-    owners = {"TrainingClient": scene.training, "SamplingClient": scene.sampling, "RestClient": scene.rest,
-              "ServiceClient": scene.service}  # fmt: skip
+    owners = {"TrainingClient": scene.training, "SamplingClient": scene.sampling, "RestClient": scene.rest}
+    if hasattr(tinker, "AdminClient"):
+        owners["AdminClient"] = tinker.AdminClient()
+    owners["ServiceClient"] = scene.service  # the end comes last
+    others = {name for name in tinker.__all__ if name.endswith("Client")} - owners.keys()
+    assert not others, f"clients of the SDK that nothing here calls: {others}"
     found = {}
     for kind, owner in owners.items():
         names = sorted(methods(type(owner)), key=lambda name: (name.startswith("close"), name))  # the end comes last

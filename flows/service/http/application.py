@@ -25,6 +25,7 @@ from flows.service.http.refusals import Refused, refused_response
 from flows.service.http.sampling_routes import SAMPLING_ROUTES
 from flows.service.http.session_routes import SESSION_ROUTES
 from flows.service.http.training_routes import TRAINING_ROUTES
+from flows.service.http.usage_routes import USAGE_ROUTES
 from flows.service.store import ServiceStore
 from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.settings import ServiceSettings
@@ -41,7 +42,6 @@ _ABSENT = {
     "billing/{rest:path}": "there is no billing here",
     "auth/token": "API keys are used as they are; pjwt_auth_enabled is false",
     "create_custom_loss": "custom losses run in the client; custom_loss_server_side is false",
-    "sessions/{session_id}/trace_export": "traces are not recorded",
     "unload_model": "a run that is not used leaves memory by itself",
 }
 
@@ -82,6 +82,7 @@ def make_service_app(settings: ServiceSettings, store: ServiceStore) -> OnlyFrom
         *FILE_ROUTES,
         *COPY_ROUTES,
         *AUDIT_ROUTES,
+        *USAGE_ROUTES,
     ]
     routes += [
         Route(f"/{path}", _absent(why), methods=["GET", "POST", "PUT", "DELETE"]) for path, why in _ABSENT.items()

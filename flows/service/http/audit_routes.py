@@ -14,7 +14,7 @@ from flows.service.http.session_routes import iso
 
 __all__ = ["AUDIT_ROUTES"]
 
-MOST_ENTRIES = 10_000
+MOST_ENTRIES = 1_000_000  # of a day
 _RESOURCES = {"checkpoints": "checkpoint_", "projects": "project_", "teams": "team_", "organizations": "organization_"}
 
 
@@ -25,12 +25,12 @@ async def _audit(request: Request) -> Response:
         raise Refused(422, f"event_type: {kind[:40]!r}, expected all, {', '.join(_RESOURCES)}")
     day = request.query_params.get("day")
     try:
-        start = datetime.fromisoformat(day) if day else datetime.now(UTC)
-    except ValueError:
+        start = datetime.fromisoformat(day) if day else datetime.fromtimestamp(server.store.now(), UTC)
+        start = start.replace(hour=0, minute=0, second=0, microsecond=0, tzinfo=UTC)
+        first, last = start.timestamp(), (start + timedelta(days=1)).timestamp()
+    except (ValueError, OverflowError):
         raise Refused(422, f"day: {day!r:.40}, expected YYYY-MM-DD") from None
-    start = start.replace(hour=0, minute=0, second=0, microsecond=0, tzinfo=UTC)
-    first, last = start.timestamp(), (start + timedelta(days=1)).timestamp()
-    page = await server.ask(server.store.audit, caller.key_id, MOST_ENTRIES)
+    page = await server.ask(server.store.audit, caller.key_id, MOST_ENTRIES, first=first, last=last)
     entries = [
         {
             "timestamp": iso(entry.time),
@@ -38,7 +38,7 @@ async def _audit(request: Request) -> Response:
             "event_details": {"key": caller.name, "subject": entry.subject, "detail": entry.detail},
         }
         for entry in reversed(page.items)
-        if first <= entry.time < last and entry.action.startswith(_RESOURCES.get(kind, ""))
+        if entry.action.startswith(_RESOURCES.get(kind, ""))
     ]
     return JSONResponse({"entries": entries})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,7 @@ class Server:
         self.signer = Signer(self.folder)
         self.fetched: dict[str, float] = {}  # request -> when its result was sent, monotonic
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="service-store")
-        self._keys: dict[str, _CachedKey] = {}
+        self._keys: dict[bytes, _CachedKey] = {}  # by SHA-256
         self._owners: dict[str, str] = {}  # of sessions
 
     async def ask(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -91,12 +92,13 @@ class Server:
     async def caller(self, request: Request) -> ApiKey:
         """The key of a request. Raises: Refused (401) without a valid one."""
         secret = request.headers.get("x-api-key", "")
-        known = self._keys.get(secret)
+        digest = hashlib.sha256(secret.encode()).digest()  # of a size that callers without a key do not choose
+        known = self._keys.get(digest)
         if known is None or known.until < time.monotonic():
             key = await self.ask(self.store.key_of, secret) if secret else None
             if len(self._keys) > MAX_KNOWN:
                 self._keys.clear()
-            known = self._keys[secret] = _CachedKey(key, time.monotonic() + KEY_SECONDS)
+            known = self._keys[digest] = _CachedKey(key, time.monotonic() + KEY_SECONDS)
         if known.key is None:
             what = "unknown or revoked" if secret else "missing"
             raise Refused(401, f"X-API-Key is {what}; make one with `posttrain service key create NAME`")
@@ -106,7 +108,7 @@ class Server:
         """Raises: Refused (404) for a session that does not exist, (403) for another key's."""
         owner = self._owners.get(session_id)
         if owner is None:
-            session = await self.ask(self.store.session, session_id)
+            session = None if "\0" in session_id else await self.ask(self.store.session, session_id)
             if session is None:
                 raise Refused(404, f"there is no session '{session_id[:200]}'")
             if len(self._owners) > MAX_KNOWN:
@@ -117,6 +119,8 @@ class Server:
 
     async def own_target(self, caller: ApiKey, target: str) -> str:
         """The session of a training run or sampling session. Raises: Refused (404, 403)."""
+        if "\0" in target:  # PostgreSQL takes no such text
+            raise Refused(404, f"there is no '{target[:200]}'")
         session_id = session_of(target)
         await self.own_session(caller, session_id)
         return session_id

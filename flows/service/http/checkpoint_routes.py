@@ -15,6 +15,7 @@ from flows.service.http.refusals import Refused
 from flows.service.http.session_routes import iso, page_bounds, texts
 from flows.service.http.training_routes import readable_checkpoint
 from flows.service.store import ApiKey, CheckpointRecord, TrainingRunRecord
+from flows.service.store.records import storable
 from flows.service.wire.directory_bodies import SetTtl, WeightsInfo
 from flows.service.wire.tinker_paths import CHECKPOINT_TYPES, parse_path
 
@@ -44,9 +45,10 @@ def _listed(request: Request, found: list[CheckpointRecord]) -> list[dict[str, A
     return [_as_checkpoint(one) for one in found if not (is_old and one.kind == "external_weights")]
 
 
-async def _as_run(server: Server, run: TrainingRunRecord) -> dict[str, Any]:
+async def _as_run(server: Server, run: TrainingRunRecord, *, is_own: bool) -> dict[str, Any]:
     lora = run.facts.get("lora")
     saved = (await server.ask(server.store.checkpoints, None, MOST_OF_ONE_RUN, 0, run.model_id)).items
+    saved = [one for one in saved if is_own or one.public]
     newest = {
         kind: next((_as_checkpoint(one) for one in saved if one.kind == kind), None)
         for kind in ("weights", "sampler_weights")
@@ -74,17 +76,34 @@ async def own_run(server: Server, caller: ApiKey, model_id: str) -> TrainingRunR
     return found
 
 
+def _with_published(request: Request) -> bool:
+    """True = those of others that have published weights, too. Raises: Refused (422)."""
+    scope = request.query_params.get("access_scope", "owned")
+    if scope not in ("owned", "accessible"):
+        raise Refused(422, f"access_scope: {scope[:40]!r}, expected owned or accessible")
+    return scope == "accessible"
+
+
 async def _runs(request: Request) -> Response:
     server, caller = await called(request)
     limit, offset = page_bounds(request)
-    page = await server.ask(server.store.runs, caller.key_id, limit, offset)
+    project = request.query_params.get("project_id")
+    page = await server.ask(
+        server.store.runs, caller.key_id, limit, offset, project=None if project is None else storable(project),
+        with_published=_with_published(request),
+    )  # fmt: skip
     cursor = {"offset": offset, "limit": limit, "total_count": page.total}
-    return JSONResponse({"training_runs": [await _as_run(server, run) for run in page.items], "cursor": cursor})
+    runs = [await _as_run(server, run, is_own=run.owner == caller.key_id) for run in page.items]
+    return JSONResponse({"training_runs": runs, "cursor": cursor})
 
 
 async def _run(request: Request) -> Response:
     server, caller = await called(request)
-    return JSONResponse(await _as_run(server, await own_run(server, caller, request.path_params["model_id"])))
+    model_id = request.path_params["model_id"]
+    run = await server.ask(server.store.run, model_id) if _with_published(request) and "\0" not in model_id else None
+    if run is None or not await server.ask(server.store.is_published, model_id):
+        run = await own_run(server, caller, model_id)
+    return JSONResponse(await _as_run(server, run, is_own=run.owner == caller.key_id))
 
 
 async def _checkpoints_of_run(request: Request) -> Response:

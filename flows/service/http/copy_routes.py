@@ -15,9 +15,8 @@ from starlette.routing import Route
 from flows.service.http.callers import Server
 from flows.service.http.promises import called_with
 from flows.service.http.refusals import Refused
-from flows.service.http.session_routes import PROJECT
 from flows.service.http.training_routes import model_name, readable_checkpoint
-from flows.service.store import ApiKey, TrainingRunRecord
+from flows.service.store import PROJECT, ApiKey, TrainingRunRecord
 from flows.service.wire.directory_bodies import CopyWeights
 from flows.service.wire.tinker_paths import TinkerPath, parse_path
 from rl_core.storage.single_files import copy_tree

@@ -28,7 +28,7 @@ async def own_result(server: Server, caller: ApiKey, request_id: str) -> StoredR
     """A request with its result, if it has one, which is on the disk then. Raises: Refused (410, 403); BackendError."""
     found = server.room.result(request_id)
     if found is None or _has_expired(server, found):
-        found = await server.ask(server.store.result, request_id)
+        found = None if "\0" in request_id else await server.ask(server.store.result, request_id)
         if found is None:
             raise Refused(410, f"request '{request_id[:100]}' is unknown; its result was fetched or has expired")
         if found.is_final and not server.room.is_told(request_id):

@@ -60,6 +60,7 @@ def add_own_routes(app: FastAPI, server: Server) -> None:
         caller = await server.caller(request)
         run = await own_run(server, caller, run_id)
         found = await server.ask(server.store.requests_of, run.model_id, limit, offset)
+        await server.synced()  # a state that is told stays
         return RequestList(requests=[status_of(one) for one in found])
 
     @router.get("/runs/{run_id}/queue/stats")
@@ -69,6 +70,7 @@ def add_own_routes(app: FastAPI, server: Server) -> None:
         run = await own_run(server, caller, run_id)
         depths = await server.ask(server.store.depths, run.model_id)
         timings = await server.ask(server.store.timings, run.model_id, RECENT)
+        await server.synced()
         depth = sum(sum(states.values()) for states in depths.values())
         return QueueStats(run_id=run.model_id, depth=depth, kinds=kind_stats(depths, timings))
 

@@ -32,6 +32,7 @@ def _saved(found: CheckpointRecord) -> SavedPath:
     return SavedPath(
         path=found.path, kind=found.kind, steps=found.steps, bytes=found.bytes, created=found.created,
         expires=found.expires, public=found.public, registration=found.registration, version=found.version,
+        data_digest=str(found.facts.get("data_digest") or ""),
     )  # fmt: skip
 
 
@@ -47,13 +48,16 @@ def add_run_routes(router: APIRouter, server: Server) -> None:
         """Training runs of the key, the newest first."""
         caller = await server.caller(request)
         page = await server.ask(server.store.runs, caller.key_id, limit, offset)
+        await server.synced()  # counts of updates that are told stay
         return RunList(runs=[_status(run) for run in page.items], total=page.total)
 
     @router.get("/runs/{run_id}")
     async def run(request: Request, run_id: str) -> RunStatus:
         """A training run."""
         caller = await server.caller(request)
-        return _status(await own_run(server, caller, run_id))
+        found = await own_run(server, caller, run_id)
+        await server.synced()
+        return _status(found)
 
     @router.get("/runs/{run_id}/checkpoints")
     async def checkpoints(request: Request, run_id: str) -> SavedPathList:

@@ -49,8 +49,7 @@ async def _sampler(request: Request) -> Response:
     if found is not None and found.base:
         base, path = found.base, found.path
     else:  # not made yet
-        asked = await server.ask(server.store.requests_of, sampler_id)
-        made = next((one for one in asked if one.kind == "create_sampler"), None)
+        made = await server.ask(server.store.creation_of_sampler, sampler_id)
         if made is None:
             raise Refused(404, f"there is no sampler '{sampler_id[:200]}'")
         base, path = made.facts["base"], made.facts["path"]

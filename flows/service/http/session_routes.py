@@ -15,13 +15,19 @@ from starlette.routing import Route
 from flows.service.http.callers import Server, called, server_of
 from flows.service.http.promises import called_with, json_body, whole_payload
 from flows.service.http.refusals import Refused
-from flows.service.store import ApiKey, Page, SessionRecord
-from flows.service.wire.directory_bodies import CreateSession, FinishSession, Heartbeat, SearchSessions, SetProject
+from flows.service.store import PROJECT, ApiKey, Page, SessionRecord
+from flows.service.wire.directory_bodies import (
+    CreateSession,
+    FinishSession,
+    Heartbeat,
+    SearchSessions,
+    SetProject,
+    StatusQuery,
+)
 
-__all__ = ["PROJECT", "SESSION_ROUTES", "iso", "page_bounds", "texts"]
+__all__ = ["SESSION_ROUTES", "iso", "page_bounds", "texts"]
 
 MOST_LISTED = 1000
-PROJECT = "default"  # of sessions that name none
 # One chunk after the other: nothing has to be put in order. Loopback needs no compression. One poller for each sampling
 # session takes the place of a connection for each sample.
 CLIENT_CONFIG = {
@@ -176,20 +182,20 @@ def _fits(session: SessionRecord, asked: SearchSessions) -> bool:
     return any(_has_status(status, one) for one in asked.statuses)
 
 
-def _has_status(status: dict[str, Any] | None, asked: dict[str, Any]) -> bool:
-    if not status or asked.get("type") != status["type"]:
+def _has_status(status: dict[str, Any] | None, asked: StatusQuery) -> bool:
+    if not status or asked.type != status["type"]:
         return False
-    reasons = asked.get("reasons")
-    return reasons is None or status.get("reason", {}).get("type") in reasons
+    return asked.reasons is None or status.get("reason", {}).get("type") in asked.reasons
 
 
 async def _search(request: Request) -> Response:
     """Own sessions with some properties, the newest first."""
     server, caller, asked, _ = await called_with(request, SearchSessions)
-    after = (asked.cursor or {}).get("last_session_id")
+    after = None if asked.cursor is None else asked.cursor.last_session_id
     found: list[SessionRecord] = []
     offset, is_behind = 0, after is None
-    while len(found) <= asked.limit:
+    is_asked = asked.owner.type != "user" or caller.key_id in (asked.owner.owner_urns or ())
+    while is_asked and len(found) <= asked.limit:
         page = await server.ask(server.store.sessions, caller.key_id, MOST_LISTED, offset)
         for session in page.items:
             if is_behind and _fits(session, asked):

@@ -19,6 +19,7 @@ from flows.service.wire.bodies import (
     LoadWeightsBody,
     OptimizerFamily,
     SaveForSamplerBody,
+    SaveWeightsBody,
 )
 from flows.service.wire.heads import forward_backward_head
 from flows.service.wire.json_body import read_body
@@ -108,8 +109,16 @@ async def _optim_step(request: Request) -> Response:
     return promise(taken, model_id=taken.target)
 
 
+def _saved_facts(payload: bytes, model_id: str) -> dict[str, Any]:
+    """Metadata of a saved path; a fault of the body is found by the worker."""
+    try:
+        return {"user_metadata": read_body(SaveWeightsBody, payload).user_metadata or {}}
+    except ServiceError:
+        return {}
+
+
 async def _save_weights(request: Request) -> Response:
-    taken = await accept_training(server_of(request), request, "save_weights")
+    taken = await accept_training(server_of(request), request, "save_weights", _saved_facts)
     return promise(taken, model_id=taken.target)
 
 
@@ -155,7 +164,7 @@ async def _load_weights(request: Request) -> Response:
     await server.own_target(caller, target)
     facts: dict[str, Any] = {"path": body.path}
     try:
-        facts |= await _of_checkpoint(server, caller, body)
+        facts |= await _of_checkpoint(server, caller, body, None if is_new else target)
     except (Refused, ServiceError) as error:
         if is_new:
             raise
@@ -166,8 +175,8 @@ async def _load_weights(request: Request) -> Response:
     return promise(taken, model_id=target)
 
 
-async def _of_checkpoint(server: Server, caller: ApiKey, body: LoadWeightsBody) -> dict[str, Any]:
-    """Facts of a run that is made from saved weights. Raises: Refused, ServiceError."""
+async def _of_checkpoint(server: Server, caller: ApiKey, body: LoadWeightsBody, target: str | None) -> dict[str, Any]:
+    """Facts of a run that is made from saved weights. `target`: one that is there. Raises: Refused, ServiceError."""
     if body.weights_access_token is not None:
         raise Refused(422, "load_weights: weights_access_token is not supported; publish the checkpoint")
     found = await readable_checkpoint(server, caller, body.path)
@@ -176,10 +185,17 @@ async def _of_checkpoint(server: Server, caller: ApiKey, body: LoadWeightsBody) 
     base = found.base or str(made.get("base", ""))
     if body.base_model is not None and body.base_model != base:
         raise Refused(422, f"base_model: {body.path} is of '{base}', not '{body.base_model[:200]}'")
+    asked = None if body.optimizer_config is None else _optimizer(body.optimizer_config)
     optimizer = made.get("optimizer") or {"type": "adamw"}
-    if body.optimizer_config is not None and body.optimizer_config.type != optimizer["type"]:
-        kept = "its state is loaded" if body.optimizer else "a run keeps the family that it was made with"
-        raise Refused(422, f"optimizer_config: {body.path} has {optimizer['type']}, and {kept}")
+    if target is not None and not body.optimizer:
+        own = await server.ask(server.store.run, target)
+        optimizer = (own.facts.get("optimizer") if own is not None else None) or {"type": "adamw"}
+    elif not body.optimizer:
+        optimizer = asked or {"type": "adamw"}  # moments are not loaded, so it may be any
+    if asked is not None and asked["type"] != optimizer["type"]:
+        has = optimizer["type"]
+        why = f"{body.path} has {has}, and its state is loaded" if body.optimizer else f"the run was made with {has}"
+        raise Refused(422, f"optimizer_config: {why}")
     metadata = body.user_metadata if body.user_metadata is not None else {}
     return {"base": base, "lora": made.get("lora"), "optimizer": optimizer, "user_metadata": metadata,
             "seed": made.get("seed", 0)}  # fmt: skip

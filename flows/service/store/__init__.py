@@ -10,6 +10,7 @@ access       API keys and audit
 durable      ServiceStore: all of it
 """
 
+from flows.service.store.directory import PROJECT
 from flows.service.store.durable import ServiceStore
 from flows.service.store.records import (
     Answer,
@@ -29,6 +30,7 @@ from flows.service.store.records import (
 )
 
 __all__ = [
+    "PROJECT",
     "Answer",
     "ApiKey",
     "AuditEntry",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 
 import flows.service.store.tables as tables
 from flows.service.store.directory import as_record
-from flows.service.store.records import ApiKey, AuditEntry, Page
+from flows.service.store.records import ApiKey, AuditEntry, Page, storable
 from flows.service.store.transactions import Database
 from rl_core.errors import SettingsError
 
@@ -78,12 +79,24 @@ class Access:
         """An entry of the audit."""
         with self._database.writing() as connection:
             connection.execute(
-                _audit.insert().values(time=self._clock(), owner=owner, action=action, subject=subject, detail=detail)
-            )
+                _audit.insert().values(
+                    time=self._clock(), owner=owner, action=action, subject=storable(subject), detail=storable(detail)
+                )
+            )  # fmt: skip
 
-    def audit(self, owner: str | None = None, limit: int = 100, offset: int = 0) -> Page[AuditEntry]:
-        """Entries of the audit, the newest first."""
+    def audit(
+        self,
+        owner: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        *,
+        first: float = -math.inf,
+        last: float = math.inf,
+    ) -> Page[AuditEntry]:
+        """Entries of the audit, the newest first; of the times from `first` on, before `last`."""
         query = sa.select(_audit).order_by(_audit.c.place.desc())
+        if first > -math.inf or last < math.inf:
+            query = query.where(_audit.c.time >= first, _audit.c.time < last)
         if owner is not None:
             query = query.where(_audit.c.owner == owner)
         with self._database.reading() as connection:

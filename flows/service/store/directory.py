@@ -13,10 +13,11 @@ import flows.service.store.tables as tables
 from flows.service.store.records import CheckpointRecord, Page, SamplerRecord, SessionRecord, TrainingRunRecord
 from flows.service.store.transactions import Database, counted
 
-__all__ = ["Directory", "as_record"]
+__all__ = ["PROJECT", "Directory", "as_record"]
 
 _sessions, _runs, _samplers, _checkpoints = tables.sessions, tables.runs, tables.samplers, tables.checkpoints
 Record = TypeVar("Record")
+PROJECT = "default"  # of sessions that name none
 
 
 def as_record(kind: type[Record], row: sa.Row[Any]) -> Record:
@@ -97,13 +98,41 @@ class Directory:
         return self._one(TrainingRunRecord, sa.select(_runs).where(_runs.c.model_id == model_id))
 
     def runs(
-        self, owner: str | None = None, limit: int = 100, offset: int = 0, session_id: str | None = None
+        self,
+        owner: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        session_id: str | None = None,
+        *,
+        project: str | None = None,
+        with_published: bool = False,
     ) -> Page[TrainingRunRecord]:
-        """Training runs, the newest first."""
-        query = _owned(sa.select(_runs).order_by(_runs.c.created.desc(), _runs.c.model_id), _runs, owner)
+        """Training runs, the newest first.
+
+        Args:
+            project: of their sessions; those that name none are of `PROJECT`.
+            with_published: those of other owners, too, that have saved weights which are published.
+        """
+        query = sa.select(_runs).order_by(_runs.c.created.desc(), _runs.c.model_id)
+        if not with_published:
+            query = _owned(query, _runs, owner)
+        elif owner is not None:
+            query = query.where((_runs.c.owner == owner) | self._is_published(_runs.c.model_id))
         if session_id is not None:
             query = query.where(_runs.c.session_id == session_id)
+        if project is not None:
+            named = sa.func.coalesce(_sessions.c.facts["project_id"].as_string(), PROJECT)
+            query = query.where(sa.exists().where(_sessions.c.session_id == _runs.c.session_id, named == project))
         return self._page(TrainingRunRecord, query, limit, offset)
+
+    def is_published(self, model_id: str) -> bool:
+        """True = some of the run's saved weights are published."""
+        with self._database.reading() as connection:
+            return bool(connection.scalar(sa.select(self._is_published(sa.literal(model_id)))))
+
+    def _is_published(self, model_id: Any) -> Any:
+        lives = _checkpoints.c.expires.is_(None) | (_checkpoints.c.expires > self._clock())
+        return sa.exists().where(_checkpoints.c.model_id == model_id, _checkpoints.c.public, lives)
 
     # -- samplers ------------------------------------------------------------------------------------------------------
 
@@ -169,6 +198,20 @@ class Directory:
         if model_id is not None:
             query = query.where(_checkpoints.c.model_id == model_id)
         return self._page(CheckpointRecord, query, limit, offset)
+
+    def storage(self, owner: str, project: str | None = None) -> list[tuple[str, int, int]]:
+        """(project, number of saved weights, their bytes) of an owner, by project."""
+        lives = _checkpoints.c.expires.is_(None) | (_checkpoints.c.expires > self._clock())
+        named = sa.func.coalesce(_sessions.c.facts["project_id"].as_string(), PROJECT).label("project")
+        joined = _checkpoints.outerjoin(_runs, _runs.c.model_id == _checkpoints.c.model_id).outerjoin(
+            _sessions, _sessions.c.session_id == _runs.c.session_id
+        )
+        query = sa.select(named, sa.func.count(), sa.func.sum(_checkpoints.c.bytes)).select_from(joined)
+        query = query.where(_checkpoints.c.owner == owner, lives).group_by(sa.text("1")).order_by(sa.text("1"))
+        if project is not None:
+            query = query.where(named == project)
+        with self._database.reading() as connection:
+            return [(str(name), int(count), int(size or 0)) for name, count, size in connection.execute(query)]
 
     def add_copy(self, run: TrainingRunRecord, record: CheckpointRecord) -> None:
         """Saved weights whose folder is there already, and the run that holds them; either may be known."""

@@ -88,6 +88,13 @@ class Intake:
         with self._database.reading() as connection:
             return [_light(row) for row in connection.execute(_RESULTS, {"ids": ids})]
 
+    def creation_of_sampler(self, sampler_id: str) -> StoredRequest | None:
+        """The request that makes a sampler, without its payload."""
+        mine = (_requests.c.target == sampler_id) & (_requests.c.line == "sampler")
+        with self._database.reading() as connection:
+            row = connection.execute(sa.select(*_LIGHT).where(mine)).first()
+        return None if row is None else _light(row)
+
     def finish_cursor(self) -> int:
         """The cursor for `finished_since` from now on."""
         counters = tables.counters

@@ -25,6 +25,7 @@ __all__ = [
     "StoredRequest",
     "TrainingRunRecord",
     "line_of",
+    "storable",
 ]
 
 RequestKind = Literal[
@@ -48,6 +49,11 @@ _OTHER_LINES = {"create_sampler": "sampler", "sample": "sample", "evaluate": "ev
 def line_of(kind: str) -> str:
     """Line that a target's requests stand in: `training` is computed in the order of seq, the others in any order."""
     return _OTHER_LINES.get(kind, "training")
+
+
+def storable(text: str) -> str:
+    """A text that every database takes: PostgreSQL knows no NUL, and lone surrogates are no UTF-8."""
+    return text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 class SeqReused(ServiceError):

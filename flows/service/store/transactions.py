@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
 
 from flows.service.store.tables import FORMAT, counters, metadata
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import BackendError, ServiceError, SettingsError
 from rl_core.storage.single_files import create_once, make_folder
 from rl_core.storage.write_ahead_log import WriteAheadLog
 
@@ -94,7 +94,10 @@ class Database:
 
     @contextmanager
     def writing(self, durable: Durable = "now") -> Iterator[sa.Connection]:
-        """A transaction of one writer, committed when the block ends. Raises: BackendError."""
+        """A transaction of one writer, committed when the block ends.
+
+        Raises: BackendError; ServiceError (user) for a value that the database does not take.
+        """
         with self._writer, _named_errors(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
@@ -225,6 +228,9 @@ def _begin(connection: sa.Connection) -> None:
 def _named_errors() -> Iterator[None]:
     try:
         yield
+    except DataError as error:  # the fault of one row, not of the database
+        words = " ".join(str(error.orig).split())[:300]
+        raise ServiceError(f"a value that the service's store cannot hold: {words}", "user") from error
     except (DBAPIError, sqlite3.Error) as error:
         reason = error.orig if isinstance(error, DBAPIError) else error
         raise BackendError(f"the service's store: {' '.join(str(reason).split())}") from error

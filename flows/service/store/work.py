@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 import flows.service.store.tables as tables
 from flows.service.store.acceptance import stored
 from flows.service.store.intake import cancel_where
-from flows.service.store.records import Answer, StoredRequest
+from flows.service.store.records import Answer, StoredRequest, storable
 from flows.service.store.service_clock import note_time
 from flows.service.store.transactions import Database, counted
 from rl_core.errors import ServiceError
@@ -32,10 +32,11 @@ _WAITING = (
         _requests.c.request_id, _requests.c.kind, _requests.c.line, _requests.c.target, _requests.c.seq,
         _requests.c.place, _requests.c.deadline, _requests.c.deaths, sa.func.length(_requests.c.payload).label("size"),
     )
-    .where(_requests.c.state == "waiting").order_by(_requests.c.place).limit(sa.bindparam("most"))
+    .where(_requests.c.state == "waiting", _requests.c.place > sa.bindparam("after"))
+    .order_by(_requests.c.place).limit(sa.bindparam("most"))
 )  # fmt: skip
 _CHAINS = (
-    sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq)
+    sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq, _requests.c.state)
     .join(_runs, _runs.c.model_id == _requests.c.target)
     .where(
         _requests.c.target.in_(sa.bindparam("targets", expanding=True)), _requests.c.line == "training",
@@ -90,35 +91,45 @@ class Work:
     # -- what to compute -----------------------------------------------------------------------------------------------
 
     def ready(self, limit: int = 1024) -> list[Ready]:
-        """Requests that may be computed, in the order of acceptance; of training those without a hole before them.
+        """Requests that may be computed, in the order of acceptance; of training those without a hole before them, each
+        run's in the order of its numbers.
 
-        Those whose deadline has passed are cancelled.
+        Those whose deadline has passed are cancelled. However many wait behind a hole, those behind them are found.
         """
-        now = self._clock()
+        now, most = self._clock(), 8 * limit
+        rows: list[sa.Row[Any]] = []
+        chains: dict[str, list[int]] = {}
         with self._database.reading() as connection:
-            rows = connection.execute(_WAITING, {"most": 8 * limit}).all()
-            late = [row.request_id for row in rows if row.deadline is not None and row.deadline <= now]
-            chains = {} if late else self._chains(connection, {row.target for row in rows if row.line == "training"})
+            while True:
+                page = connection.execute(_WAITING, {"most": most, "after": rows[-1].place if rows else -1}).all()
+                rows += page
+                late = [row.request_id for row in page if row.deadline is not None and row.deadline <= now]
+                targets = {row.target for row in page if row.line == "training"}
+                chains |= self._chains(connection, targets - chains.keys())
+                found = _in_turn(rows, chains)
+                if late or found or len(page) < most:
+                    break
         if late:
             with self._database.writing() as connection:
                 chosen = _requests.c.request_id.in_(late) & (_requests.c.state == "waiting")
                 cancel_where(connection, chosen, LATE, now)
             return self.ready(limit)
-        found = [row for row in rows if row.line != "training" or row.seq in chains[row.target]]
         return [
             Ready(row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0, row.deaths)
             for row in found[:limit]
         ]
 
     @staticmethod
-    def _chains(connection: sa.Connection, targets: set[str]) -> dict[str, set[int]]:
-        """Numbers that follow each run's newest computed request without a hole; cancelled ones are no hole."""
+    def _chains(connection: sa.Connection, targets: set[str]) -> dict[str, list[int]]:
+        """Numbers that wait behind each run's newest computed request without a hole; cancelled ones are no hole."""
         rows = connection.execute(_CHAINS, {"targets": sorted(targets)}) if targets else ()
-        chains: dict[str, set[int]] = {target: set() for target in targets}
-        for target, seq, next_seq in rows:
-            chain = chains[target]
-            if seq == next_seq + len(chain):
-                chain.add(seq)
+        chains: dict[str, list[int]] = {target: [] for target in targets}
+        ends: dict[str, int] = {}
+        for target, seq, next_seq, state in rows:
+            if seq == ends.setdefault(target, next_seq):
+                ends[target] += 1
+                if state == "waiting":
+                    chains[target].append(seq)
         return chains
 
     def claim(self, request_ids: Iterable[str]) -> list[StoredRequest]:
@@ -197,6 +208,14 @@ class Work:
         with self._database.reading() as connection:
             return [stored(row) for row in connection.execute(query)]
 
+    def loads_to_save(self) -> list[str]:
+        """Runs that have loaded saved weights since their newest snapshot."""
+        loaded = (_requests.c.kind == "load_weights") & (_requests.c.state == "done")
+        query = sa.select(_runs.c.model_id).join(_requests, _requests.c.target == _runs.c.model_id)
+        query = query.where(_runs.c.state == "live", loaded, _requests.c.seq > _runs.c.covered).distinct()
+        with self._database.reading() as connection:
+            return list(connection.scalars(query.order_by(_runs.c.model_id)))
+
     def cover(self, model_id: str, seq: int, steps: int) -> None:
         """A durable snapshot holds the requests up to `seq`: those up to the snapshot before lose their payload."""
         with self._database.writing() as connection:
@@ -246,11 +265,28 @@ class Work:
         return forgotten, removed
 
 
+def _in_turn(rows: Sequence[sa.Row[Any]], chains: Mapping[str, Sequence[int]]) -> list[sa.Row[Any]]:
+    """Rows in their order, those of a run in that of its numbers: one that came late takes the place of the first.
+
+    So whatever is cut off at the end, nothing is left without what comes before it.
+
+    Args:
+        chains: numbers of each run that may be computed, in order; what follows one that is not among the rows is not.
+    """
+    mine = {(row.target, row.seq): row for row in rows if row.line == "training"}
+    turns: dict[str, Iterator[sa.Row[Any]]] = {}
+    for target, chain in chains.items():
+        there = itertools.takewhile(mine.__contains__, [(target, seq) for seq in chain])
+        turns[target] = iter([mine[key] for key in there])
+    found = [row if row.line != "training" else next(turns[row.target], None) for row in rows]
+    return [row for row in found if row is not None]
+
+
 def _end(outcome: RequestOutcome, place: int, now: float) -> dict[str, Any]:
     """The columns of a request that is over."""
     values: dict[str, Any] = dict.fromkeys(("answer", "answer_type", "answer_digest", "error", "category"))
     if isinstance(outcome.answer, ServiceError):
-        values |= {"state": "failed", "error": str(outcome.answer), "category": outcome.answer.category}
+        values |= {"state": "failed", "error": storable(str(outcome.answer)), "category": outcome.answer.category}
     else:
         body = outcome.answer.body
         values |= {"state": "done", "answer": body, "answer_type": outcome.answer.content_type}

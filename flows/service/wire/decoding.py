@@ -139,7 +139,7 @@ def _optim_step(payload: bytes, facts: Facts, target: str) -> OptimStep:
     adam = AdamParameters(
         learning_rate=given.learning_rate, weight_decay=given.weight_decay, grad_clip_norm=given.grad_clip_norm
     )
-    return OptimStep(model_id=target, adam=adam, muon_momentum=given.beta1)
+    return OptimStep(model_id=target, adam=adam, muon_momentum=given.beta1, optimizer="muon")
 
 
 def _save_weights(payload: bytes, facts: Facts, target: str) -> SaveWeights:
@@ -151,8 +151,12 @@ def _save_weights(payload: bytes, facts: Facts, target: str) -> SaveWeights:
 def _save_weights_for_sampler(payload: bytes, facts: Facts, target: str) -> SaveForSampler:
     body = read_body(SaveForSamplerBody, payload)
     if body.path is None:
-        sampler_id = str(facts["sampling_session_id"])
-        return SaveForSampler(model_id=target, sampler_id=sampler_id, kind=body.kind, ttl_seconds=body.ttl_seconds)
+        if body.ttl_seconds is not None:
+            raise ServiceError(
+                "save_weights_for_sampler: ttl_seconds is of weights with a name; a sampler without one lives as long "
+                "as the service's worker.sampler_seconds", "user",
+            )  # fmt: skip
+        return SaveForSampler(model_id=target, sampler_id=str(facts["sampling_session_id"]), kind=body.kind)
     if body.kind != "snapshot":
         raise ServiceError("save_weights_for_sampler: weights with a name are a snapshot; leave out path", "user")
     path = TinkerPath(target, "sampler_weights", check_name(body.path))
@@ -175,7 +179,9 @@ def _load_weights(payload: bytes, facts: Facts, target: str) -> LoadWeights:
     if body.optimizer and path.kind != "weights":
         raise ServiceError(f"load_weights: {path} holds no optimizer state; load it with optimizer=false", "user")
     _family(body.optimizer_config)
-    return LoadWeights(model_id=target, path=str(path), optimizer=body.optimizer)
+    is_new, kind = body.model_seq_id is not None, facts.get("optimizer")
+    made = None if body.optimizer or not is_new or kind is None else _family(OptimizerFamily(**kind))
+    return LoadWeights(model_id=target, path=str(path), optimizer=body.optimizer, kind=made)
 
 
 def _create_sampler(payload: bytes, facts: Facts, target: str) -> OpenSampler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from flows.service.wire.json_body import Body, Id, Metadata, Number, Tags, Text,
 
 __all__ = [
     "CancelFuture", "CopyWeights", "CreateSession", "FinishSession", "FuturesTarget", "Heartbeat", "RetrieveFuture",
-    "RetrieveFutures", "SearchSessions", "SetProject", "SetTtl", "WeightsInfo",
+    "RetrieveFutures", "SearchSessions", "SetProject", "SetTtl", "StatusQuery", "WeightsInfo",
 ]  # fmt: skip
 
 
@@ -49,6 +49,26 @@ class SetProject(Body):
     project_id: Text
 
 
+class SearchOwner(Body):
+    """Owners of sessions; nobody but their own key may list them."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[Text] | None = None
+
+
+class StatusQuery(Body):
+    """A state of sessions."""
+
+    type: Text
+    reasons: list[Text] | None = None
+
+
+class SearchCursor(Body):
+    """The last session of the page before."""
+
+    last_session_id: Id
+
+
 class SearchSessions(Body):
     """Sessions with some properties."""
 
@@ -56,10 +76,10 @@ class SearchSessions(Body):
     project_ids: list[Text] | None = None
     user_metadata: Tags = Field(default_factory=dict)
     display_name: Text | None = None
-    owner: dict[str, Any] = Field(default_factory=lambda: {"type": "own"})
-    statuses: list[dict[str, Any]] | None = None
+    owner: SearchOwner = SearchOwner()
+    statuses: list[StatusQuery] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
-    cursor: dict[str, Any] | None = None
+    cursor: SearchCursor | None = None
 
 
 class RequestNamed(Body):

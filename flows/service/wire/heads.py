@@ -75,8 +75,8 @@ def forward_backward_head(payload: bytes, *, is_whole: bool = True) -> tuple[str
     except _Truncated:
         if is_whole:
             raise ServiceError("forward_backward: the body is cut off, or no ForwardBackwardRequest", "user") from None
-    if not 0 < len(model_id) <= 200:
-        raise ServiceError("forward_backward: model_id is missing or too long", "user")
+    if not 0 < len(model_id) <= 200 or b"\0" in model_id:
+        raise ServiceError("forward_backward: model_id is missing, too long, or no text", "user")
     if not 1 <= seq_id < 1 << 31:
         raise ServiceError(f"forward_backward: seq_id is {seq_id}, expected 1 or more", "user")
     return model_id.decode(errors="replace"), seq_id

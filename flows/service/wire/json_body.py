@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import math
+import json
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rl_core.errors import ServiceError
 
-__all__ = ["Body", "Finite", "Id", "Metadata", "Number", "Seq", "Tags", "Text", "TrainingHead", "Ttl", "read_body"]
+__all__ = [
+    "Body", "Finite", "Id", "Metadata", "Number", "Seq", "Tags", "Text", "TrainingHead", "Ttl", "read_body",
+]  # fmt: skip
 
 MAX_ID = (1 << 63) - 1
+MOST_METADATA = 1 << 16  # bytes as JSON: lists of runs and sessions carry it
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL character")
+    return text
+
+
+def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        size = len(json.dumps(metadata, allow_nan=False))
+    except ValueError:
+        raise ValueError("holds a number that is not finite; write it as text") from None
+    if size > MOST_METADATA:
+        raise ValueError(f"has {size} bytes as JSON; at most {MOST_METADATA} are kept")
+    return metadata
+
+
 Seq = Annotated[int, Field(ge=1, le=MAX_ID)]
 Number = Annotated[int, Field(ge=0, le=MAX_ID)]
-Id = Annotated[str, Field(min_length=1, max_length=200)]
-Text = Annotated[str, Field(max_length=10_000)]
+Id = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_without_nul)]
+Text = Annotated[str, Field(max_length=10_000), AfterValidator(_without_nul)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 Tags = Annotated[dict[str, str], Field(max_length=100)]
 Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86_400)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def _without_infinities(found: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what JSON has no word for, though parsers take it: no database and no answer could hold it."""
-    left: list[Any] = [found]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict | list):
-            left += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("NaN and infinite numbers are no JSON")
-    return found
-
-
-Metadata = Annotated[dict[str, Any], AfterValidator(_without_infinities)]  # of a client, kept and given back as it is
 
 
 class Body(BaseModel):
@@ -59,6 +66,7 @@ def read_body(kind: type[T], payload: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "body"
-        found = "" if first["type"] == "missing" else f", not {repr(first['input'])[:100]}"
+        is_said = first["type"] in ("missing", "value_error")  # the message says what was found
+        found = "" if is_said else f", not {repr(first['input'])[:100]}"
         more = f" ({error.error_count()} faults in all)" if error.error_count() > 1 else ""
-        raise ServiceError(f"{place}: {first['msg']}{found}{more}", "user") from None
+        raise ServiceError(f"{place}: {first['msg'].removeprefix('Value error, ')}{found}{more}", "user") from None

@@ -78,12 +78,17 @@ class EngineProcess:
             clear_leftovers(self._folder.root)
             again = self._store.reclaim()
             log.info("worker starts; %d requests were being computed", again)
+            is_tidy = False
             while not self._is_stopping:
                 try:
+                    if not is_tidy:
+                        self._runs.tidy()
+                        is_tidy = True
                     self.step()
                 except (BackendError, OSError) as error:  # memory may be ahead of the store
                     log.error("%s; trying again", error)
                     self._runs.drop_all()
+                    is_tidy = False
                     self._pause(RETRY_SECONDS)
                     self._again()
             self._runs.save_all()

@@ -163,6 +163,27 @@ class LiveRuns:
             if model_id in self._live:
                 self._live[model_id].covered = max(self._live[model_id].covered, covers)
 
+    # -- after a kill --------------------------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """At the start of a worker: what one that was killed had no time for. Raises: BackendError, OSError.
+
+        Runs that have loaded saved weights get a snapshot before anything else is done: their replay needs the path,
+        which may be deleted, replaced or withdrawn from now on.
+        """
+        for model_id in self._store.loads_to_save():
+            try:
+                self.need(model_id)
+                if model_id in self._live:
+                    self.save(model_id)
+            except ServiceError as error:
+                log.error("%s: cannot be restored: %s", model_id, error)
+        place = self._folder.all_snapshots
+        for folder in sorted(place.iterdir()) if place.is_dir() else ():
+            record = self._store.run(folder.name)
+            if record is not None and record.state == "unloaded":
+                self._weights.remove(folder)
+
     # -- replay --------------------------------------------------------------------------------------------------------
 
     def _restore(self, record: TrainingRunRecord) -> None:

@@ -124,8 +124,9 @@ class RunMetrics:
         )
 
     def _log_system(self, metrics: dict[str, float], number: int) -> None:
+        readings = {**metrics, **self._trackers.queue()}
         for sink in self._machine:
-            sink.log_system(metrics, number)
+            sink.log_system(readings, number)
 
 
 def _means(passes: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.service.store import ServiceStore
+from rl_core.errors import BackendError
 from rl_core.settings import ServiceSettings
 from rl_core.trackers.base import SilentTracker
 from tasks.tracking import RunTracker, Tracking
@@ -62,6 +63,13 @@ class RunTrackers:
     def address(self) -> str:
         """Address of the store, for messages."""
         return str(Tracking(self._settings.mlflow or None, self._root, EXPERIMENT).uri)
+
+    def queue(self) -> dict[str, float]:
+        """Length of the queue, for trackers of the machine; nothing where the store does not answer."""
+        try:
+            return {"perf/queue_depth": float(sum(sum(kinds.values()) for kinds in self._store.depths().values()))}
+        except BackendError:
+            return {}
 
     def _start(self, model_id: str) -> RunTracker:
         run = self._store.run(model_id)

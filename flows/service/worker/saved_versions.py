@@ -76,6 +76,9 @@ class SavedVersions:
             self._not_before = time.monotonic() + AGAIN_SECONDS
         except PosttrainError as error:
             self._failed(record, error)
+        except BaseException:  # of the registry's own packages
+            self._not_before = time.monotonic() + AGAIN_SECONDS
+            raise
 
     def _version(self, record: CheckpointRecord, staging: Path) -> str:
         """The version of an exported folder, NAME/NUMBER. Raises: BackendError while the store is away."""
@@ -83,6 +86,7 @@ class SavedVersions:
         tags = {
             "stage": "service", "service.path": record.path, "service.run": record.model_id, "base_model": record.base,
             "service.owner": record.owner, "service.optimizer": record.facts.get("optimizer"),
+            "service.updates": str(record.steps), "service.data_digest": record.facts.get("data_digest") or "none",
             **{f"service.user.{key}": value for key, value in (record.facts.get("user_metadata") or {}).items()},
         }  # fmt: skip
         with self._trackers.using(record.model_id) as run:

@@ -33,9 +33,14 @@ class ServiceFolder:
         """Lock of the worker."""
         return self.root / "worker.lock"
 
+    @property
+    def all_snapshots(self) -> Path:
+        """States of all runs, a folder each."""
+        return self.root / "snapshots"
+
     def snapshots(self, model_id: str) -> Path:
         """States of a run."""
-        return self.root / "snapshots" / check_name(model_id, "model_id")
+        return self.all_snapshots / check_name(model_id, "model_id")
 
     def weights(self, path: str) -> Path:
         """Weights of a tinker:// path. Raises: ServiceError (user) for a text that is none."""

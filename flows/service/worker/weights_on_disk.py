@@ -25,10 +25,11 @@ __all__ = ["WeightsOnDisk", "model_facts"]
 
 
 def model_facts(engine: TrainingEngine, model_id: str) -> dict[str, Any]:
-    """Adapter and optimizer of a run, as JSON."""
+    """Adapter and optimizer of a run, and the digest of its data, as JSON."""
     info = engine.model_info(model_id)
     adapter = None if info.adapter is None else dataclasses.asdict(info.adapter)
-    return {"adapter": adapter, "optimizer": info.optimizer, "num_trained": info.num_trained}
+    return {"adapter": adapter, "optimizer": info.optimizer, "num_trained": info.num_trained,
+            "data_digest": info.data_digest}  # fmt: skip
 
 
 class WeightsOnDisk:
@@ -58,7 +59,7 @@ class WeightsOnDisk:
     def load(self, command: LoadWeights, owner: str) -> WeightsLoaded:
         """Weights into a run, which is made where it is not there. Raises: ServiceError."""
         folder = self.folder_of(command.path, owner)
-        self._engine.load_weights(command.model_id, folder, optimizer=command.optimizer)
+        self._engine.load_weights(command.model_id, folder, optimizer=command.optimizer, kind=command.kind)
         return WeightsLoaded(model_id=command.model_id, path=command.path)
 
     def save(

@@ -56,6 +56,9 @@ def test_keys_are_made_listed_and_revoked(config, capsys):
     assert service(config, "key", "revoke", "anna") == 2
     assert service(config, "audit") == 0
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[-2:]] == ["key_revoke", "key_create"]
+    store.note(key.key_id, "checkpoint_load", "tinker://\x1b[2J\n2026-01-01 00:00:00  operator  key_create")
+    assert service(config, "audit", "--number", "1") == 0  # what a client sends forges no line and moves no cursor
+    assert capsys.readouterr().out.splitlines()[1].split("  ")[3].startswith(r"tinker://\x1b[2J\n2026-01-01")
     store.close()
 
 

@@ -133,13 +133,16 @@ def test_faults_are_results_and_leave_no_hole(service):
     refused = service.forward_backward(run, 3, random_data(1), loss_fn="stable_reinforce")
     foreign = service.post("load_weights", {"model_id": run, "seq_id": 4, "path": "tinker://x/weights/a"})
     nameless = service.post("save_weights_for_sampler", {"model_id": run, "seq_id": 5})
-    good = service.forward_backward(run, 6, random_data(1))
+    short = {"model_id": run, "seq_id": 6, "sampling_session_seq_id": 3, "ttl_seconds": 3600}
+    lived = service.post("save_weights_for_sampler", short)
+    good = service.forward_backward(run, 7, random_data(1))
     texts = {
         huge["request_id"]: "at most 67108864 are taken",
         wrong["request_id"]: "learning_rate",
         refused["request_id"]: "'stable_reinforce' is not supported",
         foreign["request_id"]: "there are no saved weights",
         nameless["request_id"]: "neither path nor",
+        lived["request_id"]: "worker.sampler_seconds",
     }
     for request_id, text in texts.items():
         found = service.result({"request_id": request_id})
@@ -174,11 +177,12 @@ def test_exported_weights_are_fetched_by_signed_addresses(service):
 
 def test_runs_and_checkpoints_are_listed_published_and_expire(service):
     run = service.new_run(service.session())
-    body = {"model_id": run, "seq_id": 1, "path": "a", "ttl_seconds": 3600}
+    body = {"model_id": run, "seq_id": 1, "path": "a", "ttl_seconds": 3600, "user_metadata": {"epoch": "3"}}
     path = service.result(service.post("save_weights", body))["path"]
     place = f"training_runs/{run}/checkpoints/weights/a"
     (listed,) = service.call("GET", f"training_runs/{run}/checkpoints")["checkpoints"]
     assert listed["checkpoint_type"] == "training" and listed["expires_at"] and listed["size_bytes"] > 0
+    assert listed["user_metadata"] == {"epoch": "3"}
     service.call("PUT", f"{place}/ttl", json={"ttl_seconds": None}, status=204)
     service.call("POST", f"{place}/publish", status=204)
     (listed,) = service.call("GET", f"training_runs/{run}/checkpoints")["checkpoints"]
@@ -214,15 +218,27 @@ def test_weights_are_copied_once_and_outlive_their_source(service):
     service.forward_backward(held, 1, random_data(1), status=422)  # it holds weights, and is not trained
 
 
-def test_another_optimizer_for_saved_weights_is_refused_by_name(service):
-    """A run that is made from saved weights keeps the family that they were made with, with its state or without."""
+def test_the_optimizer_of_a_run_made_from_saved_weights(service):
+    """With their state it is that of the weights; with the weights alone any, AdamW unless it is named."""
     session = service.session()
     run = service.new_run(session)
     saved = service.result(service.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"}))["path"]
     body = {"session_id": session, "model_seq_id": 1, "path": saved}
-    for optimizer, why in ((True, "its state is loaded"), (False, "a run keeps the family that it was made with")):
-        asked = {**body, "optimizer": optimizer, "optimizer_config": {"type": "dimuon", "version": 1}}
-        refused = service.post("load_weights", asked, status=422)
-        assert refused["detail"] == f"optimizer_config: {saved} has adamw, and {why}"
-    taken = service.post("load_weights", {**body, "optimizer": False, "optimizer_config": {"type": "adamw"}})
-    assert service.result(taken)["model_id"] == f"{session}:train:1"
+    muon = {"type": "dimuon", "version": 1}
+    refused = service.post("load_weights", {**body, "optimizer": True, "optimizer_config": muon}, status=422)
+    assert refused["detail"] == f"optimizer_config: {saved} has adamw, and its state is loaded"
+    made = service.result(service.post("load_weights", {**body, "optimizer": False, "optimizer_config": muon}))
+    assert service.post("get_info", {"model_id": made["model_id"]})["optimizer_config"] == muon
+    step = {"model_id": made["model_id"], "seq_id": 2, "optimizer_params": {"type": "dimuon", "learning_rate": 1e-3}}
+    service.forward_backward(made["model_id"], 1, random_data(1))
+    assert "grad_norm:mean" in service.result(service.post("optim_step", step))["metrics"]
+    service.forward_backward(run, 2, random_data(1))
+    wrong = service.post("optim_step", {**step, "model_id": run, "seq_id": 3})
+    assert "of muon, and the run was made with adamw" in service.result(wrong)["error"]
+    own = {"model_id": made["model_id"], "seq_id": 3, "path": saved, "optimizer": False}
+    foreign = service.result(service.post("load_weights", {**own, "optimizer_config": {"type": "adamw"}}))
+    assert foreign["error"] == "optimizer_config: the run was made with dimuon"
+    kept = service.result(service.post("save_weights", {"model_id": made["model_id"], "seq_id": 4, "path": "m"}))
+    plain = {"session_id": session, "model_seq_id": 2, "path": kept["path"], "optimizer": False}
+    assert service.result(service.post("load_weights", plain))["model_id"] == f"{session}:train:2"
+    assert service.post("get_info", {"model_id": f"{session}:train:2"})["optimizer_config"]["type"] == "adamw"

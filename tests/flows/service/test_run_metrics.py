@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flows.service.worker.run_metrics import RunMetrics
 from flows.service.worker.run_trackers import RunTrackers
-from rl_core.errors import SettingsError
+from rl_core.errors import BackendError, SettingsError
 from rl_core.settings import ServiceSettings
 
 
@@ -100,6 +100,25 @@ def test_a_store_that_hangs_stalls_no_update_and_no_end_of_a_run(tmp_path):
     assert trackers._open == {}
     released.set()
     metrics.close()
+
+
+def test_trackers_of_the_machine_get_the_length_of_the_queue(tmp_path):
+    settings = ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0, mlflow_runs=False)
+    trackers = RunTrackers(settings, tmp_path, None)
+    trackers._store = SimpleNamespace(
+        depths=lambda: {"sample": {"waiting": 2, "running": 1}, "evaluate": {"waiting": 4}}
+    )
+    metrics = RunMetrics(settings, tmp_path, trackers)
+    metrics._log_system({"system/disk_usage_percentage": 50.0}, 1)
+    metrics.close()
+    text = (tmp_path / "prometheus" / "service-worker.prom").read_text()
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("posttrain_perf_queue_depth")] == ["7.0"]
+
+    def away():
+        raise BackendError("the store is away")
+
+    trackers._store = SimpleNamespace(depths=away)
+    assert trackers.queue() == {}
 
 
 def test_the_default_is_a_run_of_each(tmp_path):

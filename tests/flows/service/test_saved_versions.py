@@ -43,6 +43,7 @@ def test_saved_paths_become_versions_once(tmp_path, base_folder):
     tracking = Tracking(None, tmp_path, "service")
     (version,) = tracking.versions("service-base")
     assert version.tags["service.path"] == record.path and version.tags["base_model"] == "base"
+    assert version.tags["service.updates"] == "1" and len(version.tags["service.data_digest"]) == 64
     folder = tracking.download("service-base", 1, tmp_path / "cache")
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     base = AutoModelForCausalLM.from_pretrained(base_folder).state_dict()

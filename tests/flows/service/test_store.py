@@ -88,7 +88,7 @@ def test_training_waits_for_holes_and_samples_do_not(store):
     store.accept(sample("s", 9))
     assert [(one.target, one.seq) for one in store.ready()] == [("r", 0), ("s", 9)]
     store.accept(update("r", 1))
-    assert [(one.target, one.seq) for one in store.ready()] == [("r", 0), ("r", 3), ("r", 2), ("s", 9), ("r", 1)]
+    assert [(one.target, one.seq) for one in store.ready()] == [("r", 0), ("r", 1), ("r", 2), ("r", 3), ("s", 9)]
     finish(store, *(store.accept(one) for one in (create("r"), update("r", 1), update("r", 2))))
     assert store.run("r").next_seq == 3 and [one.seq for one in store.ready()] == [3, 9]
 

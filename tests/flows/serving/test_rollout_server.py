@@ -61,6 +61,16 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     served.server.close()
 
 
+def test_the_time_of_a_trainers_turn_is_the_trainers_own(tokenizer, tmp_path):
+    """`serving.request_seconds` bounds chats, and its refusal says so; a trainer would take a 504 for a lost server."""
+    with letters_server(tokenizer, tmp_path, request_seconds=1e-6) as server:
+        refused = server.chat("abc", status=504)["error"]["message"]
+        assert "serving.request_seconds: 1e-06" in refused
+        served = served_trainer(tokenizer, server.url, sampling=SamplingSettings(max_completion_tokens=3))
+        assert served.step()["perf/server_recoveries"] == 0
+        served.server.close()
+
+
 def test_tools_of_several_turns_on_threads(tmp_path):
     """A later turn goes on in the sequence's random numbers; observations are tokens, and nothing is read again."""
     texts = [m["content"] for seed in range(50) for m in make("arithmetic").demonstration(seed, "easy").messages]

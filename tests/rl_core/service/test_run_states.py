@@ -7,7 +7,7 @@ from helpers.service import bits, loss_request, make_base, make_engine, new_run,
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import ServiceError
-from rl_core.service.requests import AdapterConfig, CreateModel
+from rl_core.service.requests import AdapterConfig, CreateModel, OptimStep
 
 
 def requests(name, number):
@@ -189,3 +189,48 @@ def test_a_step_of_a_gradient_that_is_not_finite_changes_nothing(base_folder):
     after = engine.state_dict("r")
     assert bits(after["model"]) == bits(before["model"]) and after["gradient"] == {}
     assert engine.optim_step(step_request("r")).metrics["empty:mean"] == 1.0
+
+
+def test_weights_alone_go_into_a_run_with_another_optimizer(base_folder, tmp_path):
+    engine = make_engine(base_folder)
+    engine.create_model(CreateModel(model_id="r", base="base", adapter=AdapterConfig(rank=2)))
+    work(engine, "r", [0])
+    engine.save_weights("r", tmp_path / "state")
+    muon = engine.load_weights("m", tmp_path / "state", optimizer=False, kind="muon")
+    assert muon.optimizer == "muon" and bits(engine.state_dict("m")["model"]) == bits(engine.state_dict("r")["model"])
+    assert engine.load_weights("k", tmp_path / "state", optimizer=True, kind="muon").optimizer == "adamw"
+    work(engine, "m", [2])
+    with pytest.raises(ServiceError, match="of muon, and the run was made with adamw"):
+        engine.optim_step(OptimStep(model_id="r", optimizer="muon"))
+    engine.optim_step(OptimStep(model_id="m", optimizer="muon"))
+
+
+def test_the_digest_of_a_runs_data(base_folder, tmp_path):
+    """Equal data in equal order have equal digests; what no update has learned from is not in it."""
+    engine = make_engine(base_folder)
+
+    def digest(name):
+        return engine.model_info(name).data_digest
+
+    for name in ("a", "b", "c"):
+        engine.create_model(CreateModel(model_id=name, base="base", adapter=AdapterConfig(rank=2)))
+    assert digest("a") == ""
+    engine.forward_backward([loss_request("a", random_data(0), forward_only=True)])
+    engine.forward_backward(requests("a", 0))
+    assert digest("a") == ""  # not learned from yet
+    engine.restore_model("a", engine.state_dict("a"))
+    engine.optim_step(step_request("a"))
+    work(engine, "a", [2])
+    work(engine, "b", [0, 2])
+    work(engine, "c", [2, 0])
+    assert digest("a") == digest("b") != digest("c") and len(digest("a")) == 64
+    engine.forward_backward([loss_request("a", random_data(5))])
+    engine.save_weights("a", tmp_path / "state")
+    info = engine.load_weights("d", tmp_path / "state", optimizer=False)
+    assert info.data_digest == digest("b")
+    engine.optim_step(step_request("d"))  # of the gradient that was saved nothing is left
+    assert digest("d") == digest("b")
+    tight = {"kl_max": 1e-9, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
+    engine.forward_backward([loss_request("b", random_data(1, policy=True), "conservative_ppo", loss_fn_config=tight)])
+    assert engine.optim_step(step_request("b", 0.05)).metrics["refused:mean"] == 1
+    assert digest("b") == info.data_digest
