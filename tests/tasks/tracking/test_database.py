@@ -9,7 +9,7 @@ import sqlite3
 import pytest
 
 from rl_core.errors import BackendError
-from tasks.tracking import Tracking
+from tasks.tracking import Tracking, database
 from tasks.tracking.database import ensure_database
 
 
@@ -55,3 +55,52 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
         database.executescript("INSERT INTO runs VALUES ('r')")
     ensure_database(f"sqlite:///{aside}")  # it holds a run: not ours to replace
     assert tables(aside) == {"runs", "datasets"} and len(list(tmp_path.glob("*half-made*"))) == 1
+
+
+@pytest.fixture
+def filled(monkeypatch, tmp_path):
+    """Databases whose tables MLflow made itself, in the order in which they were made; nothing is kept yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Tracking(None, tmp_path).store.load()
+    made, fill = [], database._fill
+
+    def noted(path):
+        made.append(path)
+        fill(path)
+
+    monkeypatch.setattr(database, "_fill", noted)
+    return made
+
+
+def test_a_second_folder_begins_with_the_tables_of_the_first_and_none_of_its_runs(tmp_path, filled):
+    one, two = (Tracking(None, tmp_path / name, "secret") for name in ("one", "two"))
+    assert one.experiment_id and len(filled) == 1
+    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    assert b"secret" not in kept.read_bytes() and tables(kept) == tables(tmp_path / "one/mlflow/mlflow.db")
+    assert two.experiment_id and len(filled) == 1
+    run = two.start_run("r", tmp_path / "run", interval_s=0.05)
+    run.log_metrics({"train/loss": 1.0}, 0)
+    run.close("FINISHED")
+    (row,) = two.list_runs()
+    assert row.metrics["train/loss"] == 1.0 and one.list_runs() == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"no database at all", None])
+def test_kept_tables_that_are_damaged_are_passed_over_and_made_anew(tmp_path, filled, damage):
+    ensure_database(f"sqlite:///{tmp_path / 'one.db'}")
+    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    whole = kept.read_bytes()
+    middle = len(whole) // 2
+    kept.write_bytes(damage if damage is not None else whole[:middle] + bytes(8192) + whole[middle + 8192 :])
+    ensure_database(f"sqlite:///{tmp_path / 'two.db'}")
+    assert len(filled) == 2 and tables(tmp_path / "two.db") == tables(tmp_path / "one.db")
+    assert kept.read_bytes() == (tmp_path / "two.db").read_bytes()
+
+
+def test_a_user_without_a_cache_does_without(tmp_path, filled, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for name in ("one.db", "two.db"):
+        ensure_database(f"sqlite:///{tmp_path / name}")
+        assert "runs" in tables(tmp_path / name)
+    assert len(filled) == 2
