@@ -36,7 +36,7 @@ from tasks.pipeline.threads import choose_threads, own_threads, recorded_threads
 from tasks.run_status import POSTPONED
 from tasks.tracking import RunTracker, Tracking, Waiting
 
-__all__ = ["PipelineRun", "ProgressCallback"]
+__all__ = ["PipelineRun", "ProgressCallback", "import_libraries"]
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +269,12 @@ class PipelineRun:
         self._progress = told_progress(label, done, total, message)
         if self._on_progress is not None:
             self._on_progress(label, done, total, message)
+
+
+def import_libraries() -> None:
+    """Import what the first stage that computes would wait for, seconds."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
 
 
 def _prepare_libraries(threads: int) -> None:
