@@ -2,7 +2,8 @@
 
 import pytest
 
-from flows.cli.time_profile import profile_table, shortened, time_parts
+from flows.cli.pipeline_commands import _to_profile
+from flows.cli.time_profile import profile_record, profile_table, shortened, time_parts
 from rl_core.errors import SettingsError
 from tasks.config import load, resolve
 
@@ -64,6 +65,14 @@ def test_the_table():
     assert "nothing to compare" in profile_table("policy", [(1, WARM_UP)])
 
 
+def test_the_profile_for_programs():
+    found = profile_record("policy", [(1, WARM_UP), (2, POLICY), (3, {**POLICY, "perf/tokens_per_second": 2000.0})])
+    assert (found["stage"], found["iterations"]) == ("policy", 2)
+    assert found["parts"][0] == {"label": "rollouts: decoding", "seconds": 3.0, "share": pytest.approx(3.0 / 11.5)}
+    assert found["medians"] == {"perf/tokens_per_second": 1500.0}
+    assert profile_record("policy", [(1, WARM_UP)])["parts"] == []
+
+
 def test_shortened_settings_are_valid_and_make_no_version_of_the_real_model():
     settings = load("configs/demo.yaml")
     short = shortened(settings, "policy", 5)
@@ -90,8 +99,7 @@ def test_a_shortened_stage_never_stops_early():
 
 
 def test_unknown_stages(tmp_path):
-    from flows.cli.time_profile import profile_stage
-
     settings = load("configs/dpo.yaml")
     with pytest.raises(SettingsError, match="no stage 'policy' to profile, only sft, preference"):
-        profile_stage(settings, "policy", 5)
+        _to_profile("policy", settings)
+    assert _to_profile(None, settings) == "preference" and _to_profile("sft", settings) == "sft"
