@@ -196,13 +196,21 @@ def stop_embedded_server() -> None:
 
 @contextlib.contextmanager
 def embedded_address() -> Iterator[None]:
-    """Prefect's setting of the API's address within: that of the started server, if there is one."""
-    from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+    """Prefect's setting of the API's address within: that of the started server, if there is one.
+
+    No automation of that server waits for heartbeats, and ending their thread takes a flow up to a second.
+    """
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        get_current_settings,
+        temporary_settings,
+    )
 
     if _server is None or get_current_settings().api.url is not None:
         yield
         return
-    with temporary_settings({PREFECT_API_URL: _server.url}):
+    with temporary_settings({PREFECT_API_URL: _server.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield
 
 
