@@ -34,6 +34,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
+from tasks.own_commands import own_command
 from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished, finished_now
 from tasks.pipeline.prefect_artifacts import figure, publish_page
@@ -225,11 +226,13 @@ def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
         "output": str(pipeline_run.home),
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.runs_url(),
+        "pages": own_command("ui", pipeline_run.output),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }
     if pipeline_run.undelivered.total:
-        facts["undelivered"] = f"{pipeline_run.undelivered}; `posttrain sync` or the next run delivers them"
+        sync = own_command("sync", pipeline_run.output)
+        facts["undelivered"] = f"{pipeline_run.undelivered}; `{sync}` or the next run delivers them"
     if pipeline_run.postponed:
         facts |= {"decision": "postponed", "note": pipeline_run.postponed}
     return facts

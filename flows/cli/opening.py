@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import PosttrainError
+from tasks.own_commands import output_option
 
 if TYPE_CHECKING:
     from flows.sweep.plan import SweepPlan
@@ -55,8 +55,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def _places(settings: PipelineSettings, home: Path) -> list[str]:
     """Where files are, and the commands that show how it goes."""
-    output = Path(settings.output)
-    where = "" if output.resolve() == Path("outputs").resolve() else f" --output {shlex.quote(str(output))}"
+    where = output_option(Path(settings.output))
     lines = [f"files    {home}"]
     if find_spec("gradio") is not None:
         lines.append(f"live     posttrain monitor{where}")
