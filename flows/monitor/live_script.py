@@ -90,7 +90,7 @@ document.addEventListener('visibilitychange', () => { if (!document.hidden && !a
 tabs.forEach(t => t.addEventListener('click', () => { tab = t.dataset.tab; mark(); ask(); }));
 window.posttrain = {
   zoom, duration,
-  every: value => { seconds = value; later(); },
+  every: value => { seconds = value; if (!asking) later(); },
   choose: ([run, compare, stage, window, axis, groups, metrics, source, outcome]) => {
     const next = {run: run || '', compare: (compare || []).join(), stage: stage || '', window: String(window || 10), axis: axis ? 'minutes' : 'step',
       groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all'};
