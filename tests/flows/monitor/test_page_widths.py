@@ -121,6 +121,18 @@ def test_a_server_that_keeps_a_question_without_an_answer_is_asked_again(address
         assert page.errors == []
 
 
+@pytest.mark.timeout(600)
+def test_a_page_that_never_had_an_answer_says_so(address):
+    told = "getComputedStyle(document.querySelector('.pt-header'), '::before').content"
+    with chromium.Chromium("about:blank") as page:
+        page.call("Network.setBlockedURLs", urls=["*/view*"])
+        page.call("Page.navigate", url=address)
+        page.wait(f"document.querySelector('.pt-header') && {told}.includes('does not answer')")
+        page.call("Network.setBlockedURLs", urls=[])
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        assert "does not answer" not in page.run(told)
+
+
 def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
     """A question that was under way while the stage changed may still name those of the stage before."""
     from flows.monitor.page import _offers
