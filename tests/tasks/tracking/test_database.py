@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import sqlite3
+import sys
 
 import pytest
 
@@ -19,7 +20,8 @@ def tables(path):
 
 
 @pytest.fixture
-def file_size_limit():
+def file_size_limit(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep compiled modules that are cut there
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
@@ -57,26 +59,34 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
     assert tables(aside) == {"runs", "datasets"} and len(list(tmp_path.glob("*half-made*"))) == 1
 
 
+@pytest.fixture(scope="module")
+def new_tables(tmp_path_factory):
+    """What MLflow makes, once for all tests: it takes seconds."""
+    path = tmp_path_factory.mktemp("tables") / "mlflow.db"
+    Tracking(None, path.parent).store.load()
+    database._fill(path)
+    return path.read_bytes()
+
+
 @pytest.fixture
-def filled(monkeypatch, tmp_path):
-    """Databases whose tables MLflow made itself, in the order in which they were made; nothing is kept yet."""
+def filled(monkeypatch, tmp_path, new_tables):
+    """Databases whose tables were not copied, in the order in which they were made; nothing is kept yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Tracking(None, tmp_path).store.load()
-    made, fill = [], database._fill
+    made = []
 
-    def noted(path):
+    def fill(path):
         made.append(path)
-        fill(path)
+        path.write_bytes(new_tables)
 
-    monkeypatch.setattr(database, "_fill", noted)
+    monkeypatch.setattr(database, "_fill", fill)
     return made
 
 
 def test_a_second_folder_begins_with_the_tables_of_the_first_and_none_of_its_runs(tmp_path, filled):
-    one, two = (Tracking(None, tmp_path / name, "secret") for name in ("one", "two"))
+    one, two = (Tracking(None, tmp_path / name, "zebra") for name in ("one", "two"))
     assert one.experiment_id and len(filled) == 1
     (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
-    assert b"secret" not in kept.read_bytes() and tables(kept) == tables(tmp_path / "one/mlflow/mlflow.db")
+    assert b"zebra" not in kept.read_bytes() and tables(kept) == tables(tmp_path / "one/mlflow/mlflow.db")
     assert two.experiment_id and len(filled) == 1
     run = two.start_run("r", tmp_path / "run", interval_s=0.05)
     run.log_metrics({"train/loss": 1.0}, 0)
