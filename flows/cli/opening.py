@@ -54,7 +54,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _places(settings: PipelineSettings, home: Path) -> list[str]:
-    """Where files are, and the commands that show how it goes."""
+    """Folder of the files, and the commands that show how it goes."""
     where = output_option(Path(settings.output))
     lines = [f"files    {home}"]
     if find_spec("gradio") is not None:
