@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_core.storage.folder_removal import remove_folder
 from rl_core.timing import INSIDE
 from tasks.config import PipelineSettings
 from tasks.tracking.journal import read_metrics
@@ -109,12 +110,16 @@ def profile_stage(
 ) -> list[tuple[int, dict[str, float]]]:
     """Run a few iterations of a training stage; earlier stages come from finished runs, or run first.
 
+    The model of these iterations goes again: it would be the newest of its stage for `diff`, `replay` and the readers.
     Returns: (step, metrics) from its journal.
     """
     from flows.single_stage import run_stage
 
-    result = run_stage(shortened(settings, name, iterations), name, quiet=quiet)
-    return read_metrics(Path(result.results[name].folder))
+    found = run_stage(shortened(settings, name, iterations), name, quiet=quiet).results[name]
+    records = read_metrics(Path(found.folder))
+    if not found.cached:
+        remove_folder(found.folder)
+    return records
 
 
 def profile_record(name: str, records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """posttrain profile: seconds shared out by hand, shortened settings, and a real run from the command line."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from flows.cli.pipeline_commands import _to_profile
-from flows.cli.time_profile import profile_record, profile_table, shortened, time_parts
+from flows.cli.time_profile import profile_record, profile_stage, profile_table, shortened, time_parts
 from rl_core.errors import SettingsError
 from tasks.config import load, resolve
 
@@ -63,6 +66,19 @@ def test_the_table():
     assert "policy: 1 iterations after the first" in text and "1,000 tokens/s (median)" in text
     assert "rollouts: decoding" in text and "3.0000" in text
     assert "nothing to compare" in profile_table("policy", [(1, WARM_UP)])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_was_trained_for_a_profile_is_not_left_as_the_newest_of_its_stage(tmp_path, monkeypatch, cached):
+    """`diff sft policy` took it for the policy."""
+    folder = tmp_path / "stages/policy/0123456789abcdef"
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "time": step, "metrics": {"perf/step_seconds": 2.0}} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = SimpleNamespace(results={"policy": SimpleNamespace(folder=str(folder), cached=cached)})
+    monkeypatch.setattr("flows.single_stage.run_stage", lambda settings, name, quiet: found)
+    records = profile_stage(load("configs/demo.yaml"), "policy", 2)
+    assert [step for step, _ in records] == [1, 2] and folder.exists() == cached
 
 
 def test_the_profile_for_programs():
