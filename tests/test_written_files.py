@@ -55,7 +55,6 @@ EXCEPTIONS = {
     ("flows/cli/streams.py", "os.open"): "os.devnull",
     ("flows/cli/streams.py", "fdopen"): "standard output and error, where the caller closed them",
     ("flows/runtime/prefect_database.py", "shutil.copyfile"): "to a temporary name, which is adopted",
-    ("tasks/tracking/database.py", "shutil.copyfile"): "as above",
     ("flows/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",
     ("flows/cli/model_capabilities.py", "tempfile.TemporaryDirectory"): "a downloaded model that is looked at",
     ("flows/operations/state.py", "os.open"): "the supervisor's lock, to look whether it is held",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sqlite3
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers, set_aside
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.own_files import cache_folder
-from rl_core.storage.single_files import adopt, make_folder, temporary_beside
+from rl_core.storage.single_files import adopt, make_folder, replacing, temporary_beside
 
 __all__ = ["ensure_database"]
 
@@ -104,11 +103,11 @@ def _start_from_kept(temporary: Path) -> bool:
     if kept is None or not _is_sound(kept):
         return False
     try:
-        shutil.copyfile(kept, temporary)
+        with replacing(temporary, binary=True) as file:
+            file.write(kept.read_bytes())
         return True
-    except OSError as error:
+    except (OSError, PosttrainError) as error:
         log.debug("MLflow makes its own tables: %s", error)
-        temporary.unlink(missing_ok=True)
         return False
 
 
@@ -119,13 +118,9 @@ def _keep(made: Path) -> None:
         return
     try:
         make_folder(kept.parent)
-        with temporary_beside(kept) as copy:
-            try:
-                shutil.copyfile(made, copy)
-                fault("store.kept")
-                adopt(copy, kept)
-            finally:
-                copy.unlink(missing_ok=True)
+        with replacing(kept, binary=True) as file:
+            file.write(made.read_bytes())
+            fault("store.kept")
     except (OSError, PosttrainError) as error:
         log.debug("MLflow's tables are not kept: %s", error)
 
