@@ -29,16 +29,18 @@ from flows.runtime.repair import crash_flow_runs
 from flows.runtime.stopped_state import name_stopped
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
 from flows.runtime.time_left import TimeLeft, earlier_seconds
+from rl_core.errors import PosttrainError
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
+from tasks.own_commands import own_command
 from tasks.pipeline.dag import run_dag
-from tasks.pipeline.drift import check_unfinished
+from tasks.pipeline.drift import check_unfinished, finished_now
 from tasks.pipeline.prefect_artifacts import figure, publish_page
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import STAGE_LOG
-from tasks.pipeline.run import PipelineRun, ProgressCallback
+from tasks.pipeline.run import PipelineRun, ProgressCallback, import_libraries
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.tracking.served_pages import served_page
 from tasks.tracking.store import without_password
@@ -224,11 +226,13 @@ def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
         "output": str(pipeline_run.home),
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.runs_url(),
+        "pages": own_command("ui", pipeline_run.output),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }
     if pipeline_run.undelivered.total:
-        facts["undelivered"] = f"{pipeline_run.undelivered}; `posttrain sync` or the next run delivers them"
+        sync = own_command("sync", pipeline_run.output)
+        facts["undelivered"] = f"{pipeline_run.undelivered}; `{sync}` or the next run delivers them"
     if pipeline_run.postponed:
         facts |= {"decision": "postponed", "note": pipeline_run.postponed}
     return facts
@@ -258,7 +262,11 @@ def run_pipeline(
     token = _restart.set(restart)
     try:
         time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
-        with watched(quiet=quiet, started=started, time_left=time_left), passed_on(settings) as stored:
+        computes = fresh or not _is_finished(stages_folder, settings)
+        with (
+            watched(quiet=quiet, started=started, time_left=time_left, computes=computes),
+            passed_on(settings) as stored,
+        ):
             result: PipelineResult = outlived.run(
                 lambda: post_training(stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift)
             )
@@ -267,18 +275,29 @@ def run_pipeline(
     return result
 
 
+def _is_finished(stages_folder: Path, settings: PipelineSettings) -> bool:
+    """True = every stage will be taken as it is; False where that cannot be told, which the run then says."""
+    try:
+        return finished_now(stages_folder, settings) == list(settings.stages.active)
+    except (PosttrainError, OSError):
+        return False
+
+
 @contextlib.contextmanager
-def watched(*, quiet: bool = False, started: str = "", time_left: TimeLeft | None = None) -> Iterator[None]:
+def watched(
+    *, quiet: bool = False, started: str = "", time_left: TimeLeft | None = None, computes: bool = False
+) -> Iterator[None]:
     """Context in which a flow called directly runs in this process, with live progress.
 
     started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
+    computes: a stage will compute here, so its libraries are imported while Prefect's server starts.
     """
     with Display(quiet=quiet, time_left=time_left) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
             with prefect_defaults():
                 with display.waiting("starting"):
-                    start_embedded_server()
+                    start_embedded_server(import_libraries if computes else None)
                 with embedded_address():
                     yield
         finally:

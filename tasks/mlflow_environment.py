@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-__all__ = ["default_uri", "offline_environment", "without_password"]
+from rl_core.errors import SettingsError
+
+__all__ = ["default_uri", "offline_environment", "server_options", "without_password"]
+
+_APP = "posttrain"  # of pyproject.toml, in the group where MLflow looks for apps: tasks/tracking/server_app.py
 
 
 def offline_environment() -> dict[str, str]:
@@ -25,6 +29,21 @@ def offline_environment() -> dict[str, str]:
 def default_uri(output: Path) -> str:
     """The sqlite store of an output folder."""
     return f"sqlite:///{output.resolve() / 'mlflow' / 'mlflow.db'}"
+
+
+def server_options() -> tuple[str, str]:
+    """Options of `mlflow server` under which it serves without MLflow's Assistant.
+
+    Raises: SettingsError where what is installed is older than that app.
+    """
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="mlflow.app", name=_APP):
+        raise SettingsError(
+            "the installed posttrain is older than this code and has no server of MLflow without the Assistant; "
+            "install it again: `make setup`, or pip install with the options of the first time"
+        )
+    return ("--app-name", _APP)
 
 
 def without_password(uri: str) -> str:

@@ -51,7 +51,7 @@ LEVELS = {
         {""},  # names of the public API, imported at their first use
     ],
     "tasks": [
-        {"mlflow_environment", "run_status", "shipped", "stage_registry", "config"},
+        {"mlflow_environment", "own_commands", "run_status", "shipped", "stage_registry", "config"},
         {"tracking"},
         {"lifecycle"},
         {"processes"},

@@ -33,7 +33,6 @@ from flows.runtime.prefect_access import password  # noqa: E402
 
 MLFLOW_PORT, PREFECT_PORT, MONITOR_PORT = 5180, 4380, 7980
 COLOURS = 128
-CLOSE_ASSISTANT = (1363, 36)  # the cross of the panel that MLflow opens at the first visit, at 1,400 px
 SIZES = {"": (1400, 1000), "_phone": (420, 900)}
 
 
@@ -170,10 +169,6 @@ def picture(shot: Shot, size: tuple[int, int], dark: bool, path: Path, first: st
         page.call("Page.navigate", url=shot.url)
         page.wait("!!document.body", 30)
         page.wait(shot.ready, 90)
-        if page.run("document.body.innerText.includes('MLflow Assistant')"):
-            for kind in ("mousePressed", "mouseReleased"):
-                x, y = CLOSE_ASSISTANT
-                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         if shot.top:
             page.run(f"document.querySelector({shot.top!r}).scrollIntoView()")
         page.run("new Promise(done => setTimeout(done, 2500))")

@@ -12,6 +12,7 @@ from typing import Any
 from flows.runtime.approval_commands import answer_commands
 from rl_core.errors import DataError, SettingsError, nearest
 from tasks.lifecycle.approval import APPROVED, REJECTED, ApprovalRequest, answer, answer_again, requests
+from tasks.own_commands import own_command
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 
@@ -61,9 +62,8 @@ def decide(
     done = answer(tracking, request, approve=approve, by=by or f"{user_name()}@{platform.node()}", note=note)
     lines = [done.outcome]
     if done.state == "superseded":
-        lines.append(
-            f"`posttrain resume {shlex.quote(done.run)}` runs the comparison again; a waiting run does so itself"
-        )
+        resume = own_command(f"resume {shlex.quote(done.run)}", tracking.output)
+        lines.append(f"`{resume}` runs the comparison again; a waiting run does so itself")
     lines += _let_go(done, approve, tracking.output)
     return "\n".join(lines)
 

@@ -61,18 +61,23 @@ def prepare(settings: PipelineSettings) -> None:
 
 
 def begin(
-    settings: PipelineSettings, *, quiet: bool = False, fresh: bool = False, stages: Sequence[str] | None = None
+    settings: PipelineSettings,
+    *,
+    quiet: bool = False,
+    fresh: bool = False,
+    stages: Sequence[str] | None = None,
+    told: str = "",
 ) -> None:
     """Say at once what runs and where it can be watched; Prefect's server starts while the rest is imported.
 
     After `prepare`, in commands that run the pipeline's flow. fresh: stages are run again, finished or not.
-    stages: those that are run, where that is not all of the settings.
+    stages: those that are run, where that is not all of the settings. told: the lines, where they are not a pipeline's.
     """
     from flows.cli.opening import opening
     from flows.runtime.embedded_server import begin_embedded_server
 
     if not quiet:
-        print(visible(opening(settings, fresh=fresh, stages=stages)), flush=True)
+        print(visible(told or opening(settings, fresh=fresh, stages=stages)), flush=True)
     begin_embedded_server()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flows.cli.arguments import stage_name
-from tasks.shipped import config_names
+from tasks.shipped import SERVICE, config_names
 from tasks.stage_registry import names
 
 __all__ = ["SHELLS", "script"]
@@ -51,7 +51,9 @@ def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...], about: str) ->
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             parts = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            below = list(action.choices.items())
+            below = [(name, child) for name, child in action.choices.items() if name in parts]  # none without help
+            continue
+        if action.help == argparse.SUPPRESS:  # between processes of our own
             continue
         known = tuple(map(str, action.choices or _known(action)))
         for option in action.option_strings:
@@ -69,7 +71,11 @@ def _known(action: argparse.Action) -> Sequence[str]:
     """Words that the value of an option or argument is likely to be; () = a file, or a name that only a run knows."""
     if action.type is stage_name:
         return names()
-    return config_names() if action.metavar in _CONFIGS else ()
+    if action.metavar not in _CONFIGS:
+        return ()
+    if action.dest == SERVICE:  # of `up`
+        return (SERVICE,)
+    return (action.default,) if isinstance(action.default, str) else config_names()
 
 
 # ------------------------------------------------------------------------------------------------------- bash and zsh

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from flows.cli.fitting_table import terminal_columns
+from tasks.own_commands import own_command
 from tasks.shipped import shipped
 
 __all__ = ["Finding", "examine", "report"]
@@ -300,7 +301,8 @@ def _dead_runs(output: Path) -> Iterator[Finding]:
         runs = f"{len(wholes)} {'run was' if len(wholes) == 1 else 'runs were'} killed: {', '.join(wholes)}"
         stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
         detail = f"{runs}{f' (in {stages})' if num_stages else ''}" if wholes else f"{stages} of earlier runs killed"
-        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and shows how to resume")
+        repair = own_command("doctor --repair", output)
+        yield Finding("runs", "note", detail, f"{repair} marks them and shows how to resume")
 
 
 def _asked(url: str) -> str:

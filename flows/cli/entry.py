@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
+from flows.cli.compiled_modules import keep_them_whole
+
 __all__ = ["command"]
 
 
@@ -13,6 +15,7 @@ def command() -> NoReturn:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # a job in the background ignores the signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep_them_whole()
     from flows.cli.main import command as run_command
 
     signal.signal(signal.SIGINT, handler)

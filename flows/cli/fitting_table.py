@@ -14,6 +14,7 @@ __all__ = ["fitting_table", "terminal_columns"]
 _GAP = "  "
 _CUT = ("settings", "result")  # columns that may be cut, the first one first
 _LEAST = 12  # characters of a column that was cut
+_LEFT_OUT = ("settings", "took")  # where the names of the runs alone take most of the width, the first one first
 
 Row = dict[str, str]
 
@@ -22,7 +23,7 @@ def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
     """Rows with equal keys as aligned text.
 
     In a terminal too narrow for it, links go below the table (that of the newest run alone), then goes the time of the
-    start, which stands in a run's name; then settings and results are cut.
+    start, which stands in a run's name; then settings and results are cut, and where that is not enough left out.
     Args:
         width: columns; None = the terminal's, or no limit where standard output is none.
     """
@@ -39,6 +40,9 @@ def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
         for name in _CUT:
             if name in names and (over := _total(names, cells) - width) > 0:
                 cells = [{**row, name: _cut(row[name], max(_LEAST, _width(name, cells) - over))} for row in cells]
+        for name in _LEFT_OUT:
+            if name in names and _total(names, cells) > width:
+                names.remove(name)
     widths = [_width(name, cells) for name in names]
     lines = [names, *([row.get(name, "") for name in names] for row in cells)]
     return "\n".join([*(_line(line, widths) for line in lines), *below])

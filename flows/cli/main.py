@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.cli import streams
+from flows.cli.compiled_modules import keep_them_whole
 from flows.cli.help_overview import first_commands
 from flows.cli.online_commands import online
 from flows.cli.parser import build_parser
@@ -75,6 +76,7 @@ TOO_MANY = (errno.EMFILE, errno.ENFILE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     streams.make_usable()
+    keep_them_whole()
     arguments = build_parser().parse_args(argv)
     if arguments.command is None:
         print(first_commands())

@@ -40,7 +40,7 @@ def _add_online(commands: Any) -> None:
         one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG)
         _add_overrides(one)
     export = parts.add_parser("export", help="what was right in a recorded buffer as demonstrations, for `retrain`")
-    export.add_argument("config", metavar="CONFIG", help="online.yaml of the service's folder")
+    export.add_argument("config", metavar="FILE", help="online.yaml of the service's folder")
     _add_overrides(export)
     export.add_argument("--output", "-o", metavar="FILE", required=True, help="JSON lines, written anew")
     consolidate = parts.add_parser("consolidate", help="take what went live to the promotion gate of its pipeline")

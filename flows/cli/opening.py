@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import PosttrainError
+from tasks.own_commands import output_option
 
 if TYPE_CHECKING:
+    from flows.sweep.plan import SweepPlan
     from tasks.config import PipelineSettings
 
-__all__ = ["opening"]
+__all__ = ["opening", "sweep_opening"]
 
 _WIDTH = 79
 
@@ -27,20 +28,38 @@ def opening(settings: PipelineSettings, *, fresh: bool = False, stages: Sequence
         fresh: finished stages are run again. stages: those that are run; None = all of the settings.
     """
     names = list(settings.stages.active if stages is None else stages)
-    output = Path(settings.output)
-    where = "" if output.resolve() == Path("outputs").resolve() else f" --output {shlex.quote(str(output))}"
-    width = max(36, min(_WIDTH, shutil.get_terminal_size().columns - 1))
-    chain = " -> ".join(name.replace("_", " ") for name in names)
-    lines = textwrap.wrap(f"{settings.name}: {chain}", width, subsequent_indent="  ", break_on_hyphens=False)
-    home = output.resolve() / settings.name
+    lines = _wrapped(f"{settings.name}: {' -> '.join(name.replace('_', ' ') for name in names)}", "  ")
+    home = Path(settings.output).resolve() / settings.name
     if done := [] if fresh else [name for name in _finished(settings, home) if name in names]:
         told = f"cached   {', '.join(name.replace('_', ' ') for name in done)}, unless data files have changed"
-        lines += textwrap.wrap(told, width, subsequent_indent=" " * 9, break_on_hyphens=False)
-    lines.append(f"files    {home}")
+        lines += _wrapped(told, " " * 9)
+    return "\n".join([*lines, *_places(settings, home)])
+
+
+def sweep_opening(plan: SweepPlan, base: PipelineSettings) -> str:
+    """The same of a sweep: what varies, how many trials, and its folder. Raises: SettingsError."""
+    from flows.sweep.space import grid
+
+    varied = [f"{one.key} ({len(one.choices) or 'range'})" for one in plan.dimensions]
+    configurations = len(grid(plan.dimensions)) if plan.method == "grid" else plan.trials
+    seeds = f" x {plan.seeds} seeds" if plan.seeds > 1 else ""
+    trials = f"{configurations} configuration{'s' * (configurations != 1)}{seeds}"
+    lines = _wrapped(f"{base.name}: sweep over {', '.join(varied) or 'seeds'}: {trials}, {plan.method}", "  ")
+    return "\n".join([*lines, *_places(base, plan.home(base))])
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    width = max(36, min(_WIDTH, shutil.get_terminal_size().columns - 1))
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _places(settings: PipelineSettings, home: Path) -> list[str]:
+    """Folder of the files, and the commands that show how it goes."""
+    where = output_option(Path(settings.output))
+    lines = [f"files    {home}"]
     if find_spec("gradio") is not None:
         lines.append(f"live     posttrain monitor{where}")
-    lines.append(f"results  posttrain runs{where}, posttrain ui{where}")
-    return "\n".join(lines)
+    return [*lines, f"results  posttrain runs{where}, posttrain ui{where}"]
 
 
 def _finished(settings: PipelineSettings, home: Path) -> list[str]:

@@ -121,6 +121,9 @@ def sweep(arguments: argparse.Namespace) -> int:
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
     loading.refuse_bad_rows(base)
     loading.prepare(base)
+    from flows.cli.opening import sweep_opening
+
+    loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base))
     from flows.sweep.conduct import run_sweep
 
     result = run_sweep(plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet)
@@ -208,11 +211,26 @@ def _acts(settings: PipelineSettings) -> bool:
 def profile(arguments: argparse.Namespace) -> int:
     """Print the time profile of a stage."""
     settings = loading.load(arguments, ask_servers=True)
+    name = _to_profile(arguments.stage, settings)
     loading.prepare(settings)
-    from flows.cli.time_profile import profile_stage
+    quiet = arguments.quiet or arguments.json
+    active = settings.stages.active
+    loading.begin(settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True)
+    from flows.cli.time_profile import profile_record, profile_stage, profile_table
 
-    print(profile_stage(settings, arguments.stage, arguments.iterations, quiet=arguments.quiet))
+    records = profile_stage(settings, name, arguments.iterations, quiet=quiet)
+    print(json.dumps(profile_record(name, records), indent=1) if arguments.json else profile_table(name, records))
     return 0
+
+
+def _to_profile(name: str | None, settings: PipelineSettings) -> str:
+    """A training stage of the configuration; None = its last one. Raises: SettingsError without it."""
+    there = [stage for stage in stage_registry.training_stages() if stage in settings.stages.active]
+    if not there:
+        raise SettingsError("there is no training stage to profile")
+    if name is not None and name not in there:
+        raise SettingsError(f"the configuration has no stage '{name}' to profile, only {', '.join(there)}")
+    return name or there[-1]
 
 
 def stage(arguments: argparse.Namespace) -> int:

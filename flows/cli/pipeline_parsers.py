@@ -152,12 +152,13 @@ def _add_why(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    examples = ["profile demo", "profile demo --stage sft --iterations 20"]
+    examples = ["profile demo", "profile demo --stage sft --iterations 20", "profile demo --json"]
     about = "profile a few iterations of a training stage by phase"
     parser = add_command(commands, "profile", about, examples)
     add_config(parser)
     parser.add_argument("--stage", metavar="NAME", type=stage_name, help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
+    add_json(parser)
     add_quiet(parser)
 
 

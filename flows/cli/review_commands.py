@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli import arguments_to_settings as loading
 from flows.cli.visible import visible
 from rl_core.errors import DataError, SettingsError
+from tasks.own_commands import output_option
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -124,7 +126,7 @@ def approve(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(pending(output, uri), indent=1))
         return 0
-    where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
+    where = f" --config {shlex.quote(arguments.config)}" if settings else output_option(output)
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
     print(decide(output, uri, arguments.run, **answer, where=where))
     return 0

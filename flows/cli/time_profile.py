@@ -12,13 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_core.errors import SettingsError
+from rl_core.storage.folder_removal import remove_folder
 from rl_core.timing import INSIDE
 from tasks.config import PipelineSettings
-from tasks.stage_registry import training_stages
 from tasks.tracking.journal import read_metrics
 
-__all__ = ["Part", "profile_stage", "profile_table", "shortened", "time_parts"]
+__all__ = ["Part", "profile_record", "profile_stage", "profile_table", "shortened", "time_parts"]
 
 _LABELS = {
     "rollout": "rollouts: decoding",
@@ -106,23 +105,41 @@ def shortened(settings: PipelineSettings, name: str, iterations: int) -> Pipelin
     return dataclasses.replace(settings, stages=stages, tracking=tracking)
 
 
-def profile_stage(settings: PipelineSettings, name: str | None, iterations: int, *, quiet: bool = False) -> str:
-    """Run and profile a few iterations of a stage; earlier stages come from finished runs, or run first.
+def profile_stage(
+    settings: PipelineSettings, name: str, iterations: int, *, quiet: bool = False
+) -> list[tuple[int, dict[str, float]]]:
+    """Run a few iterations of a training stage; earlier stages come from finished runs, or run first.
 
-    Args:
-        name: a training stage of the config; None = the last one.
-    Raises: SettingsError if the config has no such stage.
+    The model of these iterations goes again: it would be the newest of its stage for `diff`, `replay` and the readers.
+    Returns: (step, metrics) from its journal.
     """
     from flows.single_stage import run_stage
 
-    there = [stage for stage in training_stages() if getattr(settings.stages, stage) is not None]
-    if not there:
-        raise SettingsError("there is no training stage to profile")
-    chosen = name or there[-1]
-    if chosen not in there:
-        raise SettingsError(f"the configuration has no stage '{chosen}' to profile, only {', '.join(there)}")
-    result = run_stage(shortened(settings, chosen, iterations), chosen, quiet=quiet)
-    return profile_table(chosen, read_metrics(Path(result.results[chosen].folder)))
+    found = run_stage(shortened(settings, name, iterations), name, quiet=quiet).results[name]
+    records = read_metrics(Path(found.folder))
+    if not found.cached:
+        remove_folder(found.folder)
+    return records
+
+
+def profile_record(name: str, records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+    """Profile for programs: parts with seconds an iteration and their shares, and medians of what was counted."""
+    return {
+        "stage": name,
+        "iterations": len(_iterations(records)),
+        "parts": [dataclasses.asdict(part) for part in time_parts(records)],
+        "medians": _medians(records),
+    }
+
+
+def _iterations(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[Mapping[str, float]]:
+    """Metrics of the iterations after the first."""
+    return [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
+
+
+def _medians(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    counted = {name: [one[name] for one in _iterations(records) if name in one] for name in _FIGURES}
+    return {name: statistics.median(values) for name, values in counted.items() if values}
 
 
 def profile_table(name: str, records: Sequence[tuple[int, Mapping[str, float]]], width: int | None = None) -> str:
@@ -130,8 +147,8 @@ def profile_table(name: str, records: Sequence[tuple[int, Mapping[str, float]]],
     parts = time_parts(records)
     if not parts:
         return f"{name}: fewer than two iterations were recorded, so there is nothing to compare"
-    steps = [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
-    table = Table(pad_edge=False, title=f"{name.replace('_', ' ')}: {len(steps)} iterations after the first")
+    title = f"{name.replace('_', ' ')}: {len(_iterations(records))} iterations after the first"
+    table = Table(pad_edge=False, title=title)
     table.add_column("part")
     table.add_column("seconds an iteration", justify="right")
     table.add_column("share", justify="right")
@@ -142,8 +159,7 @@ def profile_table(name: str, records: Sequence[tuple[int, Mapping[str, float]]],
     out = io.StringIO()
     Console(file=out, width=width or 100, no_color=True).print(table)
     lines = [out.getvalue().rstrip()]
-    for metric, (label, form) in _FIGURES.items():
-        values = [metrics[metric] for metrics in steps if metric in metrics]
-        if values:
-            lines.append(f"{form.format(statistics.median(values))} {label} (median)")
+    for metric, median in _medians(records).items():
+        label, form = _FIGURES[metric]
+        lines.append(f"{form.format(median)} {label} (median)")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from flows.runtime import prefect_access
 from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.single_files import make_folder, open_log
+from tasks.mlflow_environment import server_options
 from tasks.tracking import Tracking, offline_environment
 from tasks.tracking.served_pages import note_page
 
@@ -131,7 +132,7 @@ class PageServers:
             "mlflow", "server", "--backend-store-uri", store.uri, "--default-artifact-root", artifacts.as_uri(),
             "--host", self.host, "--port", str(port), "--workers", "1",
             "--allowed-hosts", f"{self._netloc(port)},127.0.0.1:{port},localhost:{port}",
-            "--cors-allowed-origins", prefect_access.loopback_origins(port),
+            "--cors-allowed-origins", prefect_access.loopback_origins(port), *server_options(),
         ]  # fmt: skip
         environment = {**offline_environment(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         self._start(service, arguments, environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from flows.monitor.choice import Choice, Runs
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, replay_name, reward_parts, tool_table
 from flows.monitor.present_views import reward_shares, tool_bars
 from flows.monitor.runs import RunView, StageView
+from tasks.own_commands import own_command
 
 __all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
 
@@ -295,7 +297,7 @@ def _episode(run: RunView, row: Mapping[str, Any], has_image: bool, path: Path) 
         ["its answer", "none" if answer is None else str(answer)],
         ["reward", f"{number(row.get('reward'))}" + (f" ({parts})" if parts else "")],
         ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
-        ["play it again", f"posttrain replay {replay_name(path, row)}"],
+        ["play it again", own_command(f"replay {shlex.quote(replay_name(path, row))}", run.output)],
         [
             "tokens",
             f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back",

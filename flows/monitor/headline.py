@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flows.monitor.charts import duration, number, percent, table
+import numpy as np
+
+from flows.monitor.charts import duration, measured, number, percent, table
 from flows.monitor.choice import Runs
-from flows.monitor.metric_names import hint_of
+from flows.monitor.metric_names import hint_of, label_of
 from flows.monitor.runs import RunView, StageView
+from flows.monitor.series import Series
+from rl_core.settings.sinks import condition_of
 
 __all__ = ["alarms", "held_out", "settings_that_differ", "tiles"]
 
@@ -71,17 +75,40 @@ def _now(stage: StageView) -> list[dict[str, str]]:
 
 
 def alarms(run: RunView) -> list[dict[str, Any]]:
-    """Notes about alarms that are on."""
+    """Notes about alarms that are on: of the reward, and conditions of `tracking.alerts` that are true now."""
+    tracking = run.config.get("tracking")
+    conditions = (tracking.get("alerts") if isinstance(tracking, Mapping) else None) or {}
     found = []
     for stage in run.stages:
+        label = stage.label.replace("_", " ")
         series = stage.table.series.get("reward/alarm")
         if series is not None and series.last > 0:
             lines = [
-                f"Stage {stage.label.replace('_', ' ')}: the reward may be hacked.",
-                f"Since step {series.last_step:.0f} the total reward rises while success falls (reward/alarm).",
+                f"Stage {label}: the reward may be hacked.",
+                f"Since step {_since(series, '>', 0.0):.0f} the total reward rises while success falls (reward/alarm).",
             ]
             found.append({"kind": "note", "id": f"alarm-{stage.label}", "tone": "bad", "lines": lines})
+        for name, text in conditions.items():
+            series = stage.table.series.get(name)
+            if series is None or name == "reward/alarm" or not isinstance(text, str):
+                continue
+            sign, bound = condition_of(text)
+            if series.last > bound if sign == ">" else series.last < bound:
+                lines = [
+                    f"Stage {label}: {label_of(name)} is {measured(name, series.last)}.",
+                    f"Since step {_since(series, sign, bound):.0f} {name} is {sign} {bound:g} (tracking.alerts).",
+                ]
+                found.append({"kind": "note", "id": f"alarm-{stage.label}-{name}", "tone": "bad", "lines": lines})
     return found
+
+
+def _since(series: Series, sign: str, bound: float) -> float:
+    """First step of those up to the newest at which a condition holds without a break."""
+    steps, _, values = series.arrays()
+    held = values > bound if sign == ">" else values < bound
+    broken = np.flatnonzero(~held)
+    first = broken[-1] + 1 if len(broken) else 0
+    return float(steps[first]) if first < len(steps) else series.last_step
 
 
 def settings_that_differ(runs: Runs) -> dict[str, Any] | None:

@@ -35,6 +35,8 @@ let tab = tabs.some(t => t.dataset.tab === named.tab) ? named.tab : 'overview';
 let choice = {first: 1};  // as the server reads it: what the address names, then what the controls hold
 for (const name of ['run', 'compare', 'stage', 'metrics', 'window', 'axis']) if (named[name]) choice[name] = named[name];
 let offers = null, controls = false, seconds = 3, timer = null, asking = null;
+let owed = true;  // an answer that has not come: asked for again even by a page that is paused
+let patience = 20;  // seconds that it may take; longer after each that took longer, as of a busy machine
 const versions = {};  // of what stands in each panel
 const mark = () => {
   document.body.dataset.tab = tab;
@@ -59,29 +61,36 @@ const ask = async () => {
   clearTimeout(timer);
   if (asking) asking.abort();
   const mine = asking = new AbortController(), begun = performance.now();
+  owed = true;
+  let late = false;
+  const limit = setTimeout(() => { late = true; mine.abort(); }, 1000 * patience);
   const query = new URLSearchParams({...choice, tab, seen: versions[tab] || ''});
   try {
     const answer = await fetch('view?' + query, {signal: mine.signal});
     if (!answer.ok) throw new Error(String(answer.status));
     const next = await answer.json();
-    if (mine.signal.aborted) return;
+    if (asking !== mine) return;
+    owed = false; patience = 20;
     document.body.classList.remove('pt-lost');
     const arrived = performance.now();
     show(next);
     document.dispatchEvent(new CustomEvent('posttrain-update', {detail: {begun, arrived, drawn: performance.now(), blocks: !!next.blocks}}));
   } catch (error) {
-    if (mine.signal.aborted) return;
-    if (!(error instanceof TypeError) && !/^\d+$/.test(error.message)) console.error(error);
+    if (asking !== mine) return;
+    if (late) patience = Math.min(2 * patience, 160);
+    else if (!(error instanceof TypeError) && !/^\d+$/.test(error.message)) console.error(error);
     document.body.classList.add('pt-lost');
-  }
-  if (asking === mine) { asking = null; later(); }
+  } finally { clearTimeout(limit); }
+  asking = null;
+  later();
 };
-const later = () => { clearTimeout(timer); if (seconds > 0 && !document.hidden) timer = setTimeout(ask, 1000 * seconds); };
-document.addEventListener('visibilitychange', () => { if (!document.hidden && !asking && seconds > 0) ask(); });
+const pause = () => seconds || (owed ? 3 : 0);
+const later = () => { clearTimeout(timer); if (pause() > 0 && !document.hidden) timer = setTimeout(ask, 1000 * pause()); };
+document.addEventListener('visibilitychange', () => { if (!document.hidden && !asking && pause() > 0) ask(); });
 tabs.forEach(t => t.addEventListener('click', () => { tab = t.dataset.tab; mark(); ask(); }));
 window.posttrain = {
   zoom, duration,
-  every: value => { seconds = value; later(); },
+  every: value => { seconds = value; if (!asking) later(); },
   choose: ([run, compare, stage, window, axis, groups, metrics, source, outcome]) => {
     const next = {run: run || '', compare: (compare || []).join(), stage: stage || '', window: String(window || 10), axis: axis ? 'minutes' : 'step',
       groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all'};

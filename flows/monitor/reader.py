@@ -76,7 +76,8 @@ class Reader:
             for path in [path for path in known if path not in present]:
                 del known[path]
         local = {view.run_id for view in found if view.run_id}
-        found += [_stored_head(run) for run in self.store.runs() if run.parent is None and run.run_id not in local]
+        stored = (run for run in self.store.runs() if run.parent is None and run.run_id not in local)
+        found += [_stored_head(run, self.output) for run in stored]
         return sorted(found, key=lambda view: view.started, reverse=True)
 
     def _head(self, home: Path, journal: RunJournal, record: dict[str, Any], written: float) -> RunView:
@@ -109,6 +110,7 @@ class Reader:
             result=answered(events.tags.get("result", ""), answer),
             answer=answer,
             config=events.texts.get("config.json", {}),
+            output=home.parent,
         )
 
     def _nest(self, home: Path, stages: list[Path]) -> None:
@@ -285,7 +287,7 @@ def _stored_status(run: MlflowRunRow) -> str:
     return "killed" if run.status == "RUNNING" else run_status(run.status, run.tags)
 
 
-def _stored_head(run: MlflowRunRow) -> RunView:
+def _stored_head(run: MlflowRunRow, output: Path) -> RunView:
     status = _stored_status(run)
     pipeline = run.tags.get("pipeline") or run.experiment
     return RunView(
@@ -300,6 +302,7 @@ def _stored_head(run: MlflowRunRow) -> RunView:
         run_id=run.run_id,
         result=run.tags.get("result", ""),
         source="mlflow",
+        output=output,
     )
 
 

@@ -168,6 +168,7 @@ class RunView:
     system: SeriesTable = field(default_factory=SeriesTable)
     config: dict[str, Any] = field(default_factory=dict)
     source: str = "files"  # or mlflow, where the files are gone
+    output: Path = Path("outputs")  # the folder of its pipeline
 
     @property
     def title(self) -> str:

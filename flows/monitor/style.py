@@ -28,6 +28,7 @@ margin-bottom:-1px;font:inherit;font-weight:500;cursor:pointer}
 .pt-tabs button[aria-selected=true]{color:var(--pt-info);border-color:var(--pt-info)}
 .pt-panel[hidden]{display:none}
 .pt-lost .pt-time::before{content:"the server of this page does not answer \\b7  ";color:var(--pt-bad)}
+.pt-lost .pt-header:empty::before{content:"the server of this page does not answer";color:var(--pt-bad)}
 .gradio-container main.contain{min-width:0!important;width:100%!important;max-width:100%!important}
 .gradio-container .html-container{padding:0!important}
 footer{display:none!important}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
 from flows.monitor.service_views import service
+from tasks.own_commands import own_command
 
 __all__ = ["TABS", "TAB_NAMES", "prefixes", "view"]
 
@@ -323,7 +325,7 @@ def export(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     ]
     lines = [
         "The same from a terminal, for this run:",
-        f"$ posttrain monitor --run {run.id} --export FOLDER",
+        f"$ {own_command(f'monitor --run {shlex.quote(run.id)} --export FOLDER', run.output)}",
     ]
     return [{"kind": "links", "id": "links", "items": items}, {"kind": "note", "id": "how", "lines": lines}]
 

@@ -16,7 +16,6 @@ from typing import Any
 from flows.operations.checks import check_mlflow
 from flows.operations.connect import same_address
 from flows.operations.database import SQLITE, shown
-from flows.operations.own_commands import own_command
 from flows.operations.processes import check_platform, end_all, leftovers, mark_of
 from flows.operations.report import links, table
 from flows.operations.services import prefect_url
@@ -25,6 +24,7 @@ from flows.operations.supervisor import REPAIR, MoreServers, Supervisor, no_more
 from flows.runtime.prefect_access import own_path, password
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 from rl_core.storage.single_files import make_folder, open_log
+from tasks.own_commands import own_command
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from flows.operations.checks import check_api, configured_api
-from flows.operations.own_commands import own_command
 from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
 from flows.operations.state import State, StatePaths, is_running, read_state
 from flows.runtime.prefect_access import CLIENT, password
 from rl_core.errors import BackendError
+from tasks.own_commands import own_command
 
 __all__ = ["connect", "password_of", "running"]
 

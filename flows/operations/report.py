@@ -6,10 +6,10 @@ import shlex
 import time
 from pathlib import Path
 
-from flows.operations.own_commands import own_command
 from flows.operations.services import GPU_LIMIT, ask, mlflow_url, prefect_url
 from flows.operations.state import ServiceState, State
 from flows.runtime.prefect_access import CLIENT, auth_file
+from tasks.own_commands import own_command
 
 __all__ = ["links", "table"]
 

@@ -20,7 +20,7 @@ from flows.operations.processes import MARK, mark_of
 from flows.operations.state import Options
 from flows.runtime.prefect_access import CLIENT, basic, loopback_origins, password, server_environment
 from flows.runtime.prefect_home import prefect_environment
-from tasks.mlflow_environment import default_uri, offline_environment
+from tasks.mlflow_environment import default_uri, offline_environment, server_options
 from tasks.shipped import CHECKOUT
 
 __all__ = [
@@ -158,7 +158,7 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec
         sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
         "--default-artifact-root", (output / "mlflow" / "artifacts").as_uri(),
         "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--cors-allowed-origins", loopback_origins(port),
-        "--uvicorn-opts", "--no-access-log",
+        "--uvicorn-opts", "--no-access-log", *server_options(),
     )  # fmt: skip
     environment = base_environment(output, "mlflow") | {
         # Not on the command line, where every user of the machine could read the password.

@@ -7,17 +7,14 @@ from pathlib import Path
 
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest
+from tasks.own_commands import output_option
 
 __all__ = ["answer_commands", "how_to_answer"]
 
 
 def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
     """Text for the terminal of a waiting run: location of the evidence, and the commands to type in another one."""
-    where = ""
-    if settings.tracking.uri:
-        where = " --config CONFIG"
-    elif settings.output != "outputs":
-        where = f" --output {shlex.quote(settings.output)}"
+    where = " --config CONFIG" if settings.tracking.uri else output_option(Path(settings.output))
     evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
     return (
         f"evidence  {evidence / 'report.html'}\n{answer_commands(request, where)}\n"

@@ -138,9 +138,10 @@ def _has_prefect_files(home: Path) -> bool:
     return False
 
 
-def start_embedded_server() -> None:
+def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     """Start the server, unless it runs or another one is configured; see `embedded_address`.
 
+    meanwhile: called once it is on its way, before it is waited for; not where there is nothing to wait for.
     In its own session it lives until we end, and on Linux no longer, even if we are killed; Ctrl-C does not reach it,
     so that the run can still report that it was stopped.
     Raises: BackendError if it does not answer in time.
@@ -160,6 +161,12 @@ def start_embedded_server() -> None:
     start_from_tables(settings.home)
     server = _begun or _ServerProcess(settings.to_environment_variables(exclude_unset=True))
     _begun = None
+    if meanwhile is not None:
+        try:
+            meanwhile()
+        except BaseException:
+            server.stop()
+            raise
     try:
         server.wait(limit)
         fault("prefect.started")
@@ -189,13 +196,21 @@ def stop_embedded_server() -> None:
 
 @contextlib.contextmanager
 def embedded_address() -> Iterator[None]:
-    """Prefect's setting of the API's address within: that of the started server, if there is one."""
-    from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+    """Prefect's setting of the API's address within: that of the started server, if there is one.
+
+    No automation of that server waits for heartbeats, and ending their thread takes a flow up to a second.
+    """
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        get_current_settings,
+        temporary_settings,
+    )
 
     if _server is None or get_current_settings().api.url is not None:
         yield
         return
-    with temporary_settings({PREFECT_API_URL: _server.url}):
+    with temporary_settings({PREFECT_API_URL: _server.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield
 
 

@@ -54,8 +54,11 @@ class Display:
     def __init__(
         self, *, quiet: bool = False, console: Console | None = None, time_left: TimeLeft | None = None
     ) -> None:
-        """time_left: of the run, with its stages; None = stages are neither numbered nor timed."""
-        self.console = console or Console()
+        """time_left: of the run, with its stages; None = stages are neither numbered nor timed.
+
+        quiet: no progress; warnings go to standard error, as standard output may be read by a program (`--json`).
+        """
+        self.console = console or Console(stderr=quiet)
         self.quiet = quiet
         self.live = self.console.is_terminal and not quiet
         self._time_left = time_left or TimeLeft()

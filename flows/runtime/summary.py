@@ -115,9 +115,8 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     if facts.get("logs"):
         console.print(f"Logs        {facts['logs']}", soft_wrap=True)
     if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
-        console.print(
-            "Pages       posttrain ui    starts the MLflow and Prefect pages behind these links", soft_wrap=True
-        )
+        pages = facts.get("pages", "posttrain ui")
+        console.print(f"Pages       {pages}    starts the MLflow and Prefect pages behind these links", soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -146,6 +146,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("replay.done", "what an earlier run left is delivered", "resume"),
         ("store.tables", "the database of a local store is made, under another name"),
         ("store.made", "and has its own name"),
+        ("store.kept", "its new tables are copied to be kept, without their name", "own server"),
         ("store.experiment", "the experiment is made"),
     ),
     "registry, promotion, approval": _group(

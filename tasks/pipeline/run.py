@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
+from tasks.own_commands import own_command
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
@@ -36,7 +38,7 @@ from tasks.pipeline.threads import choose_threads, own_threads, recorded_threads
 from tasks.run_status import POSTPONED
 from tasks.tracking import RunTracker, Tracking, Waiting
 
-__all__ = ["PipelineRun", "ProgressCallback"]
+__all__ = ["PipelineRun", "ProgressCallback", "import_libraries"]
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +151,8 @@ class PipelineRun:
         for run in self.dead_runs:
             is_own = run.name == f"{self.settings.name} · {previous}"
             if run.is_pipeline and run.folder.parent.name == "runs" and not is_own:
-                logger.warning("%s; `posttrain resume '%s'` goes on with it", run.why, run.name)
+                resume = own_command(f"resume {shlex.quote(run.name)}", self.output)
+                logger.warning("%s; `%s` goes on with it", run.why, resume)
         waiting = self.tracking.replay_all(self.home)
         if waiting:
             logger.warning("%d records of earlier runs still wait for the tracking store", waiting)
@@ -184,8 +187,8 @@ class PipelineRun:
             self.undelivered = self.tracking.waiting(self.home)
         if self.undelivered.total:
             logger.warning(
-                "not delivered yet: %s wait in %s for %s; `posttrain sync` or the next run delivers them",
-                self.undelivered, self.home, self.tracking.uri,
+                "not delivered yet: %s wait in %s for %s; `%s` or the next run delivers them",
+                self.undelivered, self.home, self.tracking.uri, own_command("sync", self.output),
             )  # fmt: skip
 
     @functools.cached_property
@@ -269,6 +272,12 @@ class PipelineRun:
         self._progress = told_progress(label, done, total, message)
         if self._on_progress is not None:
             self._on_progress(label, done, total, message)
+
+
+def import_libraries() -> None:
+    """Import what the first stage that computes would wait for, seconds."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
 
 
 def _prepare_libraries(threads: int) -> None:

@@ -125,7 +125,7 @@ def run_stage(
             discard(final)
             set_others_aside(final)
         drift = adopt(final, conditions, pipeline_run.options)
-        _note_begin(stage, fresh, drift)
+        _note_begin(stage, fresh, drift, for_people=not pipeline_run.options.given)
         pipeline_run.mark_computed(key)
         return _compute(pipeline_run, stage, body, drift)
 
@@ -148,14 +148,17 @@ def _locked(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
         yield
 
 
-def _note_begin(stage: KeyedStage, fresh: bool, drift: list[str]) -> None:
-    """Note why a stage is run, and say it where one with another key was finished before."""
+def _note_begin(stage: KeyedStage, fresh: bool, drift: list[str], *, for_people: bool) -> None:
+    """Note why a stage is run, and say it where one with another key was finished before.
+
+    for_people: False = models were given to be evaluated: that they are others than those of a run is no news.
+    """
     has_checkpoints = (stage.folder / "checkpoints").is_dir()
     kind = "fresh" if fresh else "drifted" if drift else "resumed" if has_checkpoints else "first"
     decision = note_decision(stage.final, kind, stage.conditions, drift)
     if decision.kind == "changed":
         lines = "\n  ".join(decision.changes)
-        logger.info("%s runs anew, since this changed:\n  %s", stage.label, lines, extra={"for_people": True})
+        logger.info("%s runs anew, since this changed:\n  %s", stage.label, lines, extra={"for_people": for_people})
 
 
 def has_begun(

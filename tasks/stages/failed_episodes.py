@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from rl_core.environments.failed_episodes import FailedEpisode, Keep
 from rl_core.rollouts.failed_episode_file import FailedEpisodeFile
+from tasks.own_commands import own_command
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 
 __all__ = ["kept_episodes", "keeper"]
@@ -27,6 +31,7 @@ def keeper(context: StageContext, file: FailedEpisodeFile | None = None, *, of: 
             return ""
         model = f"{of}_greedy" if of and episode.trajectory.temperature == 0 else of
         name = kept.add(episode, model or str(episode.iteration))
-        return "" if name is None else f"play it again: posttrain replay {name} --output {context.pipeline.output}"
+        replay = own_command(f"replay {shlex.quote(str(name))}", Path(context.pipeline.output))
+        return "" if name is None else f"play it again: {replay}"
 
     return keep

@@ -1,6 +1,7 @@
 """The tables of a sqlite store: made aside and published whole, so that no half-made database stays.
 
-MLflow makes them in dozens of steps, and cannot go on where a full disk or a kill ended one: "table ... exists".
+MLflow makes them in dozens of steps, and cannot go on where a full disk or a kill ended one: "table ... exists". These
+steps take seconds, so new tables are kept for each version of MLflow, and other output folders begin with a copy.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+from importlib.metadata import version
 from pathlib import Path
 
-from rl_core.errors import BackendError, CheckpointError
+from rl_core.errors import BackendError, CheckpointError, PosttrainError
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers, set_aside
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.single_files import adopt, make_folder, temporary_beside
+from rl_core.storage.own_files import cache_folder
+from rl_core.storage.single_files import adopt, make_folder, replacing, temporary_beside
 
 __all__ = ["ensure_database"]
 
@@ -65,7 +68,9 @@ def _is_whole(path: Path) -> bool:
 def _make(path: Path) -> None:
     clear_leftovers(path.parent)
     with temporary_beside(path) as temporary:
-        _fill(temporary)
+        if not _start_from_kept(temporary):
+            _fill(temporary)
+            _keep(temporary)
         fault("store.tables")
         if path.exists():
             aside = set_aside(path, f"{path.name}.half-made")
@@ -90,3 +95,58 @@ def _fill(temporary: Path) -> None:
         raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
     finally:
         engine.dispose()
+
+
+def _start_from_kept(temporary: Path) -> bool:
+    """Copy the kept tables; False where there are none, or no room. Never raises."""
+    kept = _place()
+    if kept is None or not _is_sound(kept):
+        return False
+    try:
+        with replacing(temporary, binary=True) as file:
+            file.write(kept.read_bytes())
+        return True
+    except (OSError, PosttrainError) as error:
+        log.debug("MLflow makes its own tables: %s", error)
+        return False
+
+
+def _keep(made: Path) -> None:
+    """Keep new tables, which hold no run yet, for other output folders. Never raises."""
+    kept = _place()
+    if kept is None:
+        return
+    try:
+        make_folder(kept.parent)
+        with replacing(kept, binary=True) as file:
+            file.write(made.read_bytes())
+            fault("store.kept")
+    except (OSError, PosttrainError) as error:
+        log.debug("MLflow's tables are not kept: %s", error)
+
+
+def _place() -> Path | None:
+    """File of the kept tables; None where this user has no cache."""
+    try:
+        return cache_folder("mlflow") / f"{version('mlflow')}.db"
+    except (OSError, PosttrainError):
+        return None
+
+
+def _is_sound(kept: Path) -> bool:
+    """True = an undamaged database with all tables, the number of their migration, and no run."""
+    from mlflow.store.db.utils import Base
+
+    if not kept.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{kept.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            return (
+                set(Base.metadata.tables) <= tables
+                and database.execute("SELECT count(*) FROM alembic_version").fetchone()[0] == 1
+                and database.execute("SELECT count(*) FROM runs").fetchone()[0] == 0
+                and database.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+            )
+    except sqlite3.Error:
+        return False

@@ -13,6 +13,8 @@ from helpers.prefect_tables import migrated
 from flows import parameters
 from flows.runtime import embedded_server, prefect_access, prefect_database
 from rl_core.storage.faults import POINTS
+from tasks.tracking import Tracking
+from tasks.tracking.database import ensure_database
 
 KIND = "analysis"  # from data over SFT to the gate
 
@@ -81,4 +83,6 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
     migrated(tmp_path / "one")
     assert prefect_database.keep_tables(tmp_path / "one", {})
     assert prefect_database.start_from_tables(tmp_path / "two", {})
+    Tracking(None, tmp_path).store.load()
+    ensure_database(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert reached() >= listed("own server", "up", "deployment")

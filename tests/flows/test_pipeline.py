@@ -379,7 +379,7 @@ def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(
     environment = {**os.environ, "POSTTRAIN_FAULT": "loop.stepped:3:kill", "PREFECT_API_URL": prefect_api}
     killed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "threads: 2, as 2 of " in killed.stdout
+    assert "threads: 2, as 2 of " in killed.stderr
     monkeypatch.setattr(waiting, "free_processors", lambda: 1)
     resumed = run(tmp_path / "cut", *overrides, "run.retries=1", config=config)  # another run takes the stage up
     assert json.loads((tmp_path / "cut/test/run.json").read_text())["threads"] == 1

@@ -52,6 +52,37 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
         assert str(error) in str(caught.value) and "PREFECT_API_URL=" in str(caught.value)
 
 
+def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is_waited_for(monkeypatch):
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+
+    done = []
+
+    class Starting:
+        def __init__(self, given):
+            done.append("begun")
+
+        def wait(self, limit):
+            done.append("wait")
+
+        def stop(self):
+            done.append("stop")
+
+    def interrupted():
+        raise Terminated("SIGTERM")
+
+    monkeypatch.setattr(embedded_server, "_ServerProcess", Starting)
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
+        with pytest.raises(Terminated):
+            embedded_server.start_embedded_server(interrupted)
+        assert done == ["begun", "stop"] and embedded_server._server is None
+        embedded_server.start_embedded_server(lambda: done.append("imports"))
+        embedded_server.stop_embedded_server()
+        assert done[2:] == ["begun", "imports", "wait", "stop"]
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
+        embedded_server.start_embedded_server(lambda: done.append("imports"))
+    assert done[6:] == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_what_a_run_started_ends_with_it_even_after_kill_9():
     script = (

@@ -180,6 +180,10 @@ def test_help_and_the_table_of_runs_fit_into_80_columns(monkeypatch, capsys):
     assert lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  ") and lines[1].count("…") == 2
     whole = fitting_table([row], 1000).splitlines()
     assert page in whole[1] and "…" not in whole[1]
+    long = {**row, "run": "a pipeline with a name of words · 2026-11-21 14:00:00"}
+    lines = fitting_table([long], 80).splitlines()
+    assert lines[0].split() == ["run", "status", "result"] and len(lines[1]) <= 80
+    assert lines[1].startswith(f"{long['run']}  finished  ")
 
 
 # Settings

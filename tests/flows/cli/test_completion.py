@@ -19,6 +19,12 @@ LINES = {
     "posttrain profile --stage ": ({"sft", "policy"}, {"demo"}),
     "posttrain runs --format ": ({"table", "csv", "json"}, {"--limit"}),
     "posttrain service ": ({"up", "key", "queue"}, {"create"}),
+    "posttrain service up ": ({"service"}, {"demo", "online"}),
+    "posttrain up --service ": ({"service"}, {"demo"}),
+    "posttrain up --serve ": ({"demo"}, {"service"}),
+    "posttrain online ": ({"worker", "report"}, {"standby"}),
+    "posttrain online worker ": ({"online"}, {"demo"}),
+    "posttrain online worker --": ({"--set"}, {"--heartbeat"}),
     "posttrain service key ": ({"create", "list", "revoke"}, {"up"}),
 }
 

@@ -4,7 +4,9 @@ import dataclasses
 
 from helpers.stage_doubles import PipelineRun
 
-from flows.cli.opening import opening
+from flows.cli.opening import opening, sweep_opening
+from flows.sweep.plan import SweepPlan
+from flows.sweep.space import parse_set
 from tasks.config import from_dict
 from tasks.pipeline.drift import finished_now
 from tasks.pipeline.stage import run_stage
@@ -67,3 +69,15 @@ def test_a_damaged_folder_is_left_to_the_run(tmp_path):
     for manifest in (tmp_path / "t" / "stages" / "sft").glob("*/manifest.json"):
         manifest.write_text("{")
     assert cached(opening(settings_of(tmp_path))) == []
+
+
+def test_a_sweep_says_what_varies_and_how_many_trials_there_are(tmp_path):
+    overrides, dimensions = parse_set(
+        ["stages.policy.group_size=4,8", "stages.policy.learning_rate=1e-4..1e-2:5:log", f"output={tmp_path}"]
+    )
+    plan = SweepPlan(config="configs/demo.yaml", overrides=tuple(overrides), dimensions=tuple(dimensions), seeds=3)
+    base = plan.base()
+    text = sweep_opening(plan, base)
+    assert text.startswith("demo: sweep over stages.policy.group_size (2),") and "10 configurations x 3 seeds" in text
+    assert f"files    {plan.home(base)}" in text and f"posttrain runs --output {tmp_path}" in text
+    assert all(len(line) < 80 for line in text.splitlines() if not line.startswith(("files", "results", "live")))

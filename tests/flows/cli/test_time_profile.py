@@ -1,8 +1,12 @@
 """posttrain profile: seconds shared out by hand, shortened settings, and a real run from the command line."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from flows.cli.time_profile import profile_table, shortened, time_parts
+from flows.cli.pipeline_commands import _to_profile
+from flows.cli.time_profile import profile_record, profile_stage, profile_table, shortened, time_parts
 from rl_core.errors import SettingsError
 from tasks.config import load, resolve
 
@@ -64,6 +68,27 @@ def test_the_table():
     assert "nothing to compare" in profile_table("policy", [(1, WARM_UP)])
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_was_trained_for_a_profile_is_not_left_as_the_newest_of_its_stage(tmp_path, monkeypatch, cached):
+    """`diff sft policy` took it for the policy."""
+    folder = tmp_path / "stages/policy/0123456789abcdef"
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "time": step, "metrics": {"perf/step_seconds": 2.0}} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = SimpleNamespace(results={"policy": SimpleNamespace(folder=str(folder), cached=cached)})
+    monkeypatch.setattr("flows.single_stage.run_stage", lambda settings, name, quiet: found)
+    records = profile_stage(load("configs/demo.yaml"), "policy", 2)
+    assert [step for step, _ in records] == [1, 2] and folder.exists() == cached
+
+
+def test_the_profile_for_programs():
+    found = profile_record("policy", [(1, WARM_UP), (2, POLICY), (3, {**POLICY, "perf/tokens_per_second": 2000.0})])
+    assert (found["stage"], found["iterations"]) == ("policy", 2)
+    assert found["parts"][0] == {"label": "rollouts: decoding", "seconds": 3.0, "share": pytest.approx(3.0 / 11.5)}
+    assert found["medians"] == {"perf/tokens_per_second": 1500.0}
+    assert profile_record("policy", [(1, WARM_UP)])["parts"] == []
+
+
 def test_shortened_settings_are_valid_and_make_no_version_of_the_real_model():
     settings = load("configs/demo.yaml")
     short = shortened(settings, "policy", 5)
@@ -90,8 +115,7 @@ def test_a_shortened_stage_never_stops_early():
 
 
 def test_unknown_stages(tmp_path):
-    from flows.cli.time_profile import profile_stage
-
     settings = load("configs/dpo.yaml")
     with pytest.raises(SettingsError, match="no stage 'policy' to profile, only sft, preference"):
-        profile_stage(settings, "policy", 5)
+        _to_profile("policy", settings)
+    assert _to_profile(None, settings) == "preference" and _to_profile("sft", settings) == "sft"

@@ -58,6 +58,20 @@ def test_an_alarm_about_the_reward_is_seen_while_it_is_on():
     (note,) = alarms(run(stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
     assert note["tone"] == "bad" and "Since step 3" in note["lines"][1]
     assert alarms(run(stage("policy", reward__alarm=[0.0, 1.0, 0.0]))) == []
+    (note,) = alarms(run(stage("policy", reward__alarm=[1.0, 0.0, 1.0, 1.0])))
+    assert "Since step 3 " in note["lines"][1]
+
+
+def test_conditions_of_alerts_are_seen_while_they_are_true():
+    conditions = {"policy/ref_kl": "> 0.5", "train/success_rate": "< 0.1", "policy/entropy": "> 9"}
+    config = {"tracking": {"alerts": conditions}}
+    kl = [0.1, 0.6, 0.75]
+    found = alarms(run(stage("policy", policy__ref_kl=kl, train__success_rate=[0.0, 0.2]), config=config))
+    assert [(note["tone"], *note["lines"]) for note in found] == [
+        ("bad", "Stage policy: KL to the reference is 0.750.", "Since step 2 policy/ref_kl is > 0.5 (tracking.alerts).")
+    ]
+    nothing = stage("policy", policy__ref_kl=[0.6, 0.2])
+    assert alarms(run(nothing, config=config)) == [] and alarms(run(stage("policy", policy__ref_kl=kl))) == []
 
 
 def test_settings_of_compared_runs_that_differ():

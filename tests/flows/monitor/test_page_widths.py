@@ -34,6 +34,9 @@ CONTROLS = "!!document.querySelector('#pt-controls input')"
 TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top)"
 
 
+SERVER: list[int] = []  # the number of its process
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     output = tmp_path_factory.mktemp("widths") / "out"
@@ -43,6 +46,7 @@ def address(tmp_path_factory):
         cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    SERVER[:] = [process.pid]
     yield process.stdout.readline().split()[1]
     process.send_signal(signal.SIGINT)
     process.wait(30)
@@ -96,6 +100,37 @@ def test_an_address_names_stage_metrics_and_average(address):
             "run": "demo/2027-01-15-08-00-00", "stage": "sft", "metrics": "train/loss", "window": "3", "tab": "curves"
         }  # fmt: skip
         assert page.errors == []
+
+
+SHORT = "const real = setTimeout; window.setTimeout = (f, ms, ...rest) => real(f, ms >= 20000 ? ms / 20 : ms, ...rest);"
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_keeps_a_question_without_an_answer_is_asked_again(address):
+    """As one that is stopped, or the far end of a tunnel that is gone: the connection stands and nothing comes."""
+    (pid,) = SERVER
+    with chromium.Chromium("about:blank", first=SHORT) as page:
+        page.call("Page.navigate", url=address)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            page.wait("document.body.classList.contains('pt-lost')", 30)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert page.wait("!document.body.classList.contains('pt-lost')", 60)
+        assert page.errors == []
+
+
+@pytest.mark.timeout(600)
+def test_a_page_that_never_had_an_answer_says_so(address):
+    told = "getComputedStyle(document.querySelector('.pt-header'), '::before').content"
+    with chromium.Chromium("about:blank") as page:
+        page.call("Network.setBlockedURLs", urls=["*/view*"])
+        page.call("Page.navigate", url=address)
+        page.wait(f"document.querySelector('.pt-header') && {told}.includes('does not answer')")
+        page.call("Network.setBlockedURLs", urls=[])
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        assert "does not answer" not in page.run(told)
 
 
 def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):

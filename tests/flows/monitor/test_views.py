@@ -153,7 +153,9 @@ def test_trajectories_turn_by_turn(tmp_path):
     assert right["turns"][0]["call"] == "calls zoom(row=1, column=1)"
     assert right["sub"] == "iteration 5 · easy · digit · 2 turns · reward 1.000"
     assert dict(map(tuple, wrong["facts"]))["its answer"] == "none"
-    assert dict(map(tuple, right["facts"]))["play it again"] == "posttrain replay policy/4/easy/7/0"
+    assert (
+        dict(map(tuple, right["facts"]))["play it again"] == f"posttrain replay policy/4/easy/7/0 --output {tmp_path}"
+    )
     assert "level=easy&seed=7" in right["image"]
     rows = blocks_of(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
     assert [row["success"] for row in rows] == [True]

@@ -24,9 +24,6 @@ DEPLOYMENT = {
     "name": "demo", "entrypoint": "flows.post_training.post_training", "work_pool": {"name": "posttrain"},
     "concurrency_limit": 1,
 }  # fmt: skip
-CLOSED_ASSISTANT = (  # MLflow opens that panel over a quarter of the page on somebody's first visit
-    "location.protocol == 'http:' && localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
-)
 TEXT = "(document.body || {innerText: ''}).innerText"
 
 
@@ -77,7 +74,7 @@ class Pages(Team):
         return chromium.Chromium(f"http://127.0.0.1:{self.prefect}{path}", (1400, 1000), first=login)
 
     def in_mlflow(self, path: str) -> chromium.Chromium:
-        return chromium.Chromium(f"http://127.0.0.1:{self.mlflow}/#{path}", (1800, 1600), first=CLOSED_ASSISTANT)
+        return chromium.Chromium(f"http://127.0.0.1:{self.mlflow}/#{path}", (1800, 1600))
 
 
 @pytest.fixture(scope="module")

@@ -147,9 +147,12 @@ with prefect_defaults():
     embedded_server.start_embedded_server()
     embedded_server.start_embedded_server()  # it runs already
     from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
     with embedded_server.embedded_address(), get_client(sync_client=True) as client:
         mine = len(client.read_flows())
         assert embedded_server.other_address() == ""
+        beats = [get_current_settings().flows.heartbeat_frequency]
+    assert [*beats, get_current_settings().flows.heartbeat_frequency] == [None, 30], "nobody waits for them here"
     assert "prefect.server.api.server" not in sys.modules, "seconds of every start"
     found = [answer("/health"), answer("/admin/version"), answer("/health", Origin="http://evil.example"),
              answer("/health", Host="evil.example")]

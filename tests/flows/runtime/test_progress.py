@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 
 import pytest
@@ -98,3 +99,15 @@ def test_the_numbers_that_matter_are_told_in_their_order():
     }
     assert headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
     assert headline({"train/loss": 0.5}) == "loss 0.5" and headline({}) == ""
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(capsys, quiet):
+    """`profile --json` began with "policy runs anew ..."."""
+    with Display(quiet=quiet) as display:
+        logging.getLogger("tasks.x").info("policy runs anew", extra={"for_people": True})
+        logging.getLogger("rl_core.x").warning("slow")
+        display.announce("approve it")
+    told = capsys.readouterr()
+    said, silent = (told.err, told.out) if quiet else (told.out, told.err)
+    assert said.splitlines() == ["policy runs anew", "warning: slow", "approve it"] and silent == ""

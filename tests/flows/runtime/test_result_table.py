@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.runtime.summary import headline, parent_metrics, result_rows, result_table
+from tasks.own_commands import own_command
 from tasks.tracking import MAX_RESULT
 
 
@@ -15,6 +16,13 @@ def test_names_are_printed_as_they_are(name):
     lines = [line.rstrip() for line in result_table([row], "", facts, 80).splitlines()]
     assert f"sft: model of {name}" in lines and f"Files       {name}" in lines
     assert f"Logs        {name}/stages/*/*/stage.log" in lines
+
+
+def test_the_command_for_the_pages_names_the_output_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    facts = {"output": "x", "pages": own_command("ui", tmp_path / "my runs")}
+    text = result_table([], "http://127.0.0.1:5000/#/x", facts, 80)
+    assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    starts" in text
 
 
 @pytest.mark.parametrize(("knows", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])

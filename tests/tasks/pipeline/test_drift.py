@@ -130,6 +130,10 @@ def test_a_finished_stage_whose_settings_changed_runs_anew_and_says_why(tmp_path
     assert "sft runs anew, since this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002" in caplog.text
     kinds = [(decision.kind, decision.compared) for decision in decisions(tmp_path / "sft")]
     assert kinds == [("first", ""), ("cached", ""), ("changed", first.key)]
+    with caplog.at_level(logging.INFO):  # `posttrain evaluate MODEL`: another model than the run's is no news
+        play(PipelineRun(tmp_path, RunOptions(given={"mine": "folder"})), finished(seen), learning_rate=3e-3)
+    anew = [record for record in caplog.records if "runs anew" in record.getMessage()]
+    assert [record.for_people for record in anew] == [True, False]
 
 
 def test_changed_data_is_named_by_file_and_digest(tmp_path):

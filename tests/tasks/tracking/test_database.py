@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import resource
 import sqlite3
+import sys
 
 import pytest
 
 from rl_core.errors import BackendError
-from tasks.tracking import Tracking
+from tasks.tracking import Tracking, database
 from tasks.tracking.database import ensure_database
 
 
@@ -19,7 +20,8 @@ def tables(path):
 
 
 @pytest.fixture
-def file_size_limit():
+def file_size_limit(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep compiled modules that are cut there
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
@@ -55,3 +57,60 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
         database.executescript("INSERT INTO runs VALUES ('r')")
     ensure_database(f"sqlite:///{aside}")  # it holds a run: not ours to replace
     assert tables(aside) == {"runs", "datasets"} and len(list(tmp_path.glob("*half-made*"))) == 1
+
+
+@pytest.fixture(scope="module")
+def new_tables(tmp_path_factory):
+    """What MLflow makes, once for all tests: it takes seconds."""
+    path = tmp_path_factory.mktemp("tables") / "mlflow.db"
+    Tracking(None, path.parent).store.load()
+    database._fill(path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def filled(monkeypatch, tmp_path, new_tables):
+    """Databases whose tables were not copied, in the order in which they were made; nothing is kept yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = []
+
+    def fill(path):
+        made.append(path)
+        path.write_bytes(new_tables)
+
+    monkeypatch.setattr(database, "_fill", fill)
+    return made
+
+
+def test_a_second_folder_begins_with_the_tables_of_the_first_and_none_of_its_runs(tmp_path, filled):
+    one, two = (Tracking(None, tmp_path / name, "zebra") for name in ("one", "two"))
+    assert one.experiment_id and len(filled) == 1
+    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    assert b"zebra" not in kept.read_bytes() and tables(kept) == tables(tmp_path / "one/mlflow/mlflow.db")
+    assert two.experiment_id and len(filled) == 1
+    run = two.start_run("r", tmp_path / "run", interval_s=0.05)
+    run.log_metrics({"train/loss": 1.0}, 0)
+    run.close("FINISHED")
+    (row,) = two.list_runs()
+    assert row.metrics["train/loss"] == 1.0 and one.list_runs() == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"no database at all", None])
+def test_kept_tables_that_are_damaged_are_passed_over_and_made_anew(tmp_path, filled, damage):
+    ensure_database(f"sqlite:///{tmp_path / 'one.db'}")
+    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    whole = kept.read_bytes()
+    middle = len(whole) // 2
+    kept.write_bytes(damage if damage is not None else whole[:middle] + bytes(8192) + whole[middle + 8192 :])
+    ensure_database(f"sqlite:///{tmp_path / 'two.db'}")
+    assert len(filled) == 2 and tables(tmp_path / "two.db") == tables(tmp_path / "one.db")
+    assert kept.read_bytes() == (tmp_path / "two.db").read_bytes()
+
+
+def test_a_user_without_a_cache_does_without(tmp_path, filled, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for name in ("one.db", "two.db"):
+        ensure_database(f"sqlite:///{tmp_path / name}")
+        assert "runs" in tables(tmp_path / name)
+    assert len(filled) == 2

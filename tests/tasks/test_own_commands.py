@@ -1,0 +1,27 @@
+"""Commands in messages: they work in another shell as they are."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.own_commands import output_option, own_command
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("outputs", "posttrain sync"),
+        ("./outputs/", "posttrain sync"),
+        ("elsewhere", "posttrain sync --output elsewhere"),
+        ("my runs", "posttrain sync --output 'my runs'"),
+        ("outputs/demo", "posttrain sync --output outputs/demo"),
+    ],
+)
+def test_the_folder_is_named_unless_it_is_the_default(tmp_path, monkeypatch, output, told):
+    monkeypatch.chdir(tmp_path)
+    assert own_command("sync", Path(output)) == told
+
+
+def test_the_default_folder_of_another_place_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert output_option(tmp_path / "outputs") == "" and output_option(tmp_path / "a/outputs") != ""
