@@ -14,6 +14,7 @@ import os
 from claimed.arms import critic
 from claimed.policy_runs import Arm, train_arm
 from claimed.tasks import TASKS, start_of
+from rl_core.settings import RewardSettings
 
 TASK, ITERATIONS, QUESTIONS, PAIRS = "cells", 80, 300, 500
 PPO = dict(
@@ -27,6 +28,7 @@ ARMS = (
         "KL in the loss, banded at 0.05", {**PPO, "kl_coef": 0.1, "kl_controller": "banded", "kl_target": 0.05},
         ITERATIONS, judged_every=5,
     ),
+    Arm("score clipped at 1", {**PPO, "reward_options": RewardSettings(clip=1.0)}, ITERATIONS, judged_every=5),
 )  # fmt: skip
 
 
