@@ -1,5 +1,7 @@
 """KL(old || new) over the whole vocabulary in the update: value and gradient, weights untouched, refused settings."""
 
+import copy
+
 import pytest
 import torch
 from helpers.letters import LOW, make_trainer, weights
@@ -19,7 +21,7 @@ def tokenizer():
 def penalties(trainer, monkeypatch):
     """(value, its gradient, as computed plainly from logits of both policies) of each micro-batch after the first."""
     found = []
-    old = {name: value.detach().clone() for name, value in trainer.policy.state_dict().items()}
+    old = copy.deepcopy(trainer.policy)
     given = ExactTrustRegion.penalty
 
     def compare(self, batch, loss_weights_BS, num_loss_tokens):
@@ -40,13 +42,13 @@ def by_logits(policy, old, batch, weights_BS):
     positions = batch.loss_mask_BS.nonzero().tolist()
     temperatures = batch.temperatures_BS
 
-    def distributions(parameters):
-        logits = torch.func.functional_call(policy, parameters, kwargs={"input_ids": batch.input_ids_BS}).logits
+    def distributions(model):
+        logits = model(input_ids=batch.input_ids_BS).logits
         rows = [logits[b, s - 1] / (1.0 if temperatures is None else temperatures[b, s]) for b, s in positions]
         return torch.stack(rows).softmax(-1)
 
     p_NV = distributions(old).detach()
-    q_NV = distributions(dict(policy.named_parameters()))
+    q_NV = distributions(policy)
     weights_N = torch.stack([weights_BS[b, s] for b, s in positions])
     value = (weights_N * (p_NV * (p_NV.log() - q_NV.log())).sum(-1)).sum()
     return value.item(), torch.autograd.grad(value, list(policy.parameters()))
