@@ -71,7 +71,7 @@ def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[st
 
 
 def behaviour_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
-    """How the policies play, and what the updates did: means over the seeds."""
+    """Play of the policies, and effects of the updates: means over the seeds."""
     last = {
         "policy/entropy": "entropy", "policy/update_kl": "KL of an update", "policy/update_kl_exact": "exact",
         "value/explained_variance": "explained variance", "policy/refused_steps": "refused steps",

@@ -17,7 +17,7 @@ from flows.operations import commands
 
 
 def started(monkeypatch, *words):
-    """What `up` is called with: options, and the servers beside."""
+    """Arguments that `up` is called with: options, and the servers beside."""
     found = {}
 
     def up(output, given, *, detach, also):
@@ -29,6 +29,7 @@ def started(monkeypatch, *words):
 
 
 def test_up_keeps_the_page_up_only_where_it_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda name: name)
     assert started(monkeypatch, "--output", tmp_path) == {"given": {}, "also": []}
     found = started(monkeypatch, "--output", tmp_path, "--monitor")
     assert found["given"] == {"monitor_port": 7860} and [one.port for one in found["also"]] == [7860]

