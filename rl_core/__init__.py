@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         ExportSettings,
         FormatSettings,
         JudgeSettings,
+        KLBandSettings,
         LaunchSettings,
         LengthSettings,
         LoopSettings,
@@ -277,6 +278,7 @@ __all__ = [
     "CodeSettings",
     "ExactSettings",
     "JudgeSettings",
+    "KLBandSettings",
     "MathSettings",
     "NumericSettings",
     "NumericsGateSettings",
@@ -323,7 +325,7 @@ _HOME = {
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings "
-        "JudgeSettings LaunchSettings "
+        "JudgeSettings KLBandSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
         "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "

@@ -37,6 +37,8 @@ def up(arguments: argparse.Namespace) -> int:
         given["rollouts"] = _to_sample(arguments, more)
     if arguments.service is not None:
         given["service"] = _to_train(arguments, more)
+    if arguments.monitor or arguments.monitor_port is not None:
+        given["monitor_port"] = _to_watch(arguments, more)
     start(Path(arguments.output), given, detach=arguments.detach, also=partial(_all_of, more))
     return 0
 
@@ -69,6 +71,15 @@ def _to_train(arguments: argparse.Namespace, more: list[MoreServers]) -> str:
     settings = load_service_settings(place, folder)
     more.append(partial(beside_pipelines, settings))
     return str(Path(place).resolve())
+
+
+def _to_watch(arguments: argparse.Namespace, more: list[MoreServers]) -> int:
+    """Port of the live page that is kept up, which is added. Raises: SettingsError without Gradio."""
+    from flows.monitor.supervised_page import page_port, supervised_page
+
+    port = page_port(arguments.monitor_port)
+    more.append(partial(supervised_page, port))
+    return port
 
 
 def _to_serve(arguments: argparse.Namespace) -> dict[str, str | int]:

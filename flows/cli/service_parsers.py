@@ -20,6 +20,7 @@ def _add_up(commands: Any) -> None:
         "up --service my_service.yaml    (a training service, too)",
         "up --serve mine.yaml    (its champion is served, and the next one as soon as it is promoted)",
         "up --rollouts mine.yaml    (vLLM, which samples its rollouts)",
+        "up --monitor    (the live page of all runs, too)",
     ]
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = add_command(commands, "up", about, examples)
@@ -54,6 +55,12 @@ def _add_up(commands: Any) -> None:
         help="keep up the inference server that samples this pipeline's rollouts too: vLLM, in an environment of its "
         "own, as stages.policy.rollouts says",
     )  # fmt: skip
+    parser.add_argument(
+        "--monitor", action="store_true", help="keep up the live page as well (needs posttrain[monitor])"
+    )
+    parser.add_argument(
+        "--monitor-port", type=port, metavar="PORT", help="of that page, which is then kept up (default: 7860)"
+    )
     parser.add_argument("--serve-port", type=port, metavar="PORT", help="default: the config's serving.port")
     parser.add_argument(
         "--gpu-slots",

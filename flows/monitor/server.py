@@ -129,14 +129,15 @@ class _ContentPolicy:
 
 
 def _add_view(app: Any, answers: Answers) -> None:
-    """Add the route that the page asks for what it shows."""
-    from fastapi.responses import Response
+    """Add the route that the page asks for what it shows, and the one that says that the page answers."""
+    from fastapi.responses import PlainTextResponse, Response
 
     def shown(request: Any) -> Response:
         data = answers.answer(dict(request.query_params))
         return Response(data, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     app.add_route("/view", shown, methods=["GET"])  # on a thread of its own, as it reads files
+    app.add_route("/healthz", lambda request: PlainTextResponse("ok"), methods=["GET"])
 
 
 def _add_files(app: Any, reader: Reader) -> None:

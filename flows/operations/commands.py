@@ -37,6 +37,7 @@ OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
     "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments", "service": "--service",
     "serve": "--serve", "serve_port": "--serve-port", "rollouts": "--rollouts",
+    "monitor_port": "--monitor-port",
 }  # fmt: skip
 
 

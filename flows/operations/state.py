@@ -75,6 +75,7 @@ class Options:
     serve: str | None = None  # config of the pipeline whose champion is served
     serve_port: int = 8321
     rollouts: str | None = None  # config of the pipeline whose inference server is kept up
+    monitor_port: int | None = None  # of the live page that is kept up; None = none is
     learn: int = 0  # 1 = it learns from what it answers, as its config has `online:`
 
 

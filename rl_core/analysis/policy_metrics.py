@@ -27,6 +27,8 @@ POLICY = MetricGroup(
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
                "and current are the same.", "Grows over iterations: steps are too large; use `kl_max`."),
         Metric("policy/update_kl_k1", "nats/token", "The same with the k1 estimator; may be negative."),
+        Metric("policy/update_kl_exact", "nats/token",
+               "The same over the whole vocabulary (`trust_region_kl: exact`); 0 in the first step on a rollout."),
         Metric("policy/kl_after_max", "nats/token",
                "KL(old || policy) measured after the step, its maximum (`kl_max`)."),
         Metric("policy/refused_steps", "0 or 1", "1 if a step exceeded `kl_max` and was rolled back.",

@@ -212,7 +212,7 @@ CURRICULUM = MetricGroup(
                "At `max_rollbacks`: the stage is not learnable as it is; lower the learning rate or mix in easier "
                "levels."),
         Metric("curriculum/below_entry", "iterations",
-               "Iterations in a row below the reference level by more than the margin."),
+               "Iterations in a row worse than the reference level by more than the margin."),
         Metric("curriculum/cooldown", "iterations", "Iterations left in which nothing is judged."),
         Metric("curriculum/entry_level", "as the metric", "Reference level of the present stage."),
         Metric("curriculum/watched", "as the metric", "Present moving average that is compared with it."),

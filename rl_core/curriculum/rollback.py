@@ -1,6 +1,6 @@
-"""Rollback watch: detects a drop of a metric below its reference level at the entry of a curriculum stage.
+"""Rollback watch: detects that a metric is worse than its reference level at the entry of a curriculum stage.
 
-Safeguards against oscillation: the drop has to exceed a margin for a patience; a restarted stage is compared with the
+Safeguards against oscillation: the change has to exceed a margin for a patience; a restarted stage is compared with the
 level of its first entry, not with the dropped one; a rollback is followed by a cool-down; and each stage causes a
 bounded number of rollbacks in total, however often it is entered.
 """
@@ -83,12 +83,14 @@ class RollbackWatch:
         if value is None or not history.is_full(name, settings.window):
             return None
         level = self.levels.setdefault(index, value)
-        self.below = self.below + 1 if value < level - settings.margin else 0
+        worse = level - value if settings.better == "higher" else value - level
+        self.below = self.below + 1 if worse > settings.margin else 0
         if self.below < settings.patience:
             return None
         self.below = 0
+        side = "below" if settings.better == "higher" else "above"
         why = (
-            f"{settings.metric} {value:.4g} over {settings.window} is more than {settings.margin:g} below "
+            f"{settings.metric} {value:.4g} over {settings.window} is more than {settings.margin:g} {side} "
             f"{level:.4g} at entry, {settings.patience} times in a row"
         )
         return self._decide(index, settings, why, {settings.metric: value, f"{settings.metric} at entry": level})

@@ -93,6 +93,9 @@ _CONDITIONAL = (
     ),
     _Conditional({"policy/gate_mean": _COUNT}, lambda s: s.algorithm == "sapo" and s.loss is None, "algorithm: sapo"),
     _Conditional(
+        {"policy/update_kl_exact": _COUNT}, lambda s: s.trust_region_kl == "exact", "trust_region_kl: exact"
+    ),
+    _Conditional(
         {"policy/kl_after_max": _COUNT, "policy/refused_steps": _SHARE}, lambda s: s.kl_max is not None, "kl_max"
     ),
     _Conditional(

@@ -134,8 +134,8 @@ def banded_kl_coef(
     *,
     target: float,
     tolerance: float,
-    increase_factor: float = 1.5,
-    decrease_factor: float = 1.5,
+    increase_factor: float = 1.2,
+    decrease_factor: float = 1.2,
     minimum: float = 1e-4,
     maximum: float = 1.0,
 ) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from rl_core.distributed.sharded_types import is_sharded_tensor
 from rl_core.errors import CheckpointError
 
-__all__ = ["load_trainable_weights", "trainable_weights"]
+__all__ = ["load_trainable_weights", "swapped_weights", "trainable_weights"]
 
 
 def _frozen(model: nn.Module) -> set[str]:
@@ -64,3 +65,14 @@ def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]
         if tensor.shape != expected[name].shape:
             raise CheckpointError(f"{name}: shape {tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}")
     model.load_state_dict(dict(weights), strict=False)
+
+
+@contextmanager
+def swapped_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model holds these weights inside, in place; afterwards its own, to the last bit."""
+    before = {name: tensor.clone() for name, tensor in trainable_weights(model).items()}
+    try:
+        load_trainable_weights(model, weights)
+        yield
+    finally:
+        load_trainable_weights(model, before)

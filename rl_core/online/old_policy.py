@@ -5,8 +5,7 @@ N loss tokens of a rollout, K recorded tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from rl_core.losses.recorded_kl import recorded_forward_kl
 from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import vocabulary_logprobs
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.models.trainable_weights import swapped_weights
 from rl_core.online.experience import RecordedTop
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -28,7 +27,7 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["OldDistribution", "forward_kl", "old_distributions", "swapped_weights"]
+__all__ = ["OldDistribution", "forward_kl", "old_distributions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +63,6 @@ def recorded_distribution(top: RecordedTop, loss_mask: Sequence[bool]) -> OldDis
         top_logprobs_NK=torch.from_numpy(top.logprobs_TK[mask_T].astype(np.float32)),
         rest_N=torch.from_numpy(top.rest_T[mask_T].astype(np.float32)),
     )
-
-
-@contextmanager
-def swapped_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model holds these weights inside, in place; afterwards its own, to the last bit."""
-    before = {name: tensor.clone() for name, tensor in trainable_weights(model).items()}
-    try:
-        load_trainable_weights(model, weights)
-        yield
-    finally:
-        load_trainable_weights(model, before)
 
 
 def old_distributions(

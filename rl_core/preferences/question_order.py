@@ -62,29 +62,39 @@ class QuestionOrder:
         self._open: dict[str, tuple[int, RatingQuestion]] = {}  # with the number of ratings before it
         self._lock = threading.Lock()
         for rating in journal:
-            self.take(rating)
+            self._note(rating)
+        self._relearn()
 
     def take(self, rating: Rating) -> None:
         """Note a rating that the journal has."""
-        place = self._place.get(rating.item)
         with self._lock:
-            self._open.pop(rating.rater, None)
-            if place is None:
-                return
-            self._by_rater.setdefault(rating.rater, Counter())[place] += 1
-            if not rating.is_opinion:
-                return
-            self._rated[place] += 1
-            if self._posterior is not None and rating.choice in LABELS:
+            place = self._note(rating)
+            if self._posterior is not None and place is not None and rating.choice in LABELS:
                 self._posterior.update(place, LABELS[rating.choice])
 
+    def _note(self, rating: Rating) -> int | None:
+        """Count a rating; place of its item, None = it is not among the items."""
+        place = self._place.get(rating.item)
+        self._open.pop(rating.rater, None)
+        if place is not None:
+            self._by_rater.setdefault(rating.rater, Counter())[place] += 1
+            self._rated[place] += rating.is_opinion
+        return place
+
+    def _relearn(self) -> None:
+        """Have the posterior learn from the journal's ratings alone."""
+        if self._posterior is not None:
+            known = [(self._place.get(rating.item), LABELS.get(rating.choice)) for rating in self._journal]
+            self._posterior.relearn((place, label) for place, label in known if place is not None and label is not None)
+
     def take_back(self, rating: Rating) -> RatingQuestion:
-        """Undo a rating: its question is the person's next one. What the reward posterior learned from it stays."""
+        """Undo a rating that the journal no longer has: its question is the person's next one."""
         place = self._place[rating.item]
         with self._lock:
             self._by_rater[rating.rater][place] -= 1
             if rating.is_opinion:
                 self._rated[place] -= 1
+            self._relearn()
             question = RatingQuestion(place, rating.left, rating.asked)
             self._open[rating.rater] = (self._journal.count(rating.rater), question)
         return question

@@ -6,6 +6,7 @@ N pairs, D features.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,25 +52,37 @@ class RewardPosterior:
     def __init__(self, features_ND: Array, *, prior_variance: float = 4.0, mean_D: Array | None = None) -> None:
         """`features_ND`: of the pairs, first minus second answer, on their axes; `mean_D`: the head so far."""
         self._x_ND = np.asarray(features_ND, dtype=np.float64)
-        size = self._x_ND.shape[1]
-        self.mean_D = np.zeros(size) if mean_D is None else np.asarray(mean_D, dtype=np.float64).copy()
-        self._covariance_DD = np.eye(size) * prior_variance
-        self._variance_N = prior_variance * (self._x_ND**2).sum(1)
+        self._prior_variance = prior_variance
+        self._prior_D = np.zeros(self._x_ND.shape[1]) if mean_D is None else np.array(mean_D, dtype=np.float64)
+        self.relearn(())
 
     def __len__(self) -> int:
         return len(self._x_ND)
 
     def update(self, pair: int, label: float) -> None:
         """Learn that the first answer of a pair is better (1), the second (0), or neither (1/2)."""
+        scale, gain_D = self._learn(pair, label)
+        self._variance_N -= scale * (self._x_ND @ gain_D) ** 2
+        np.maximum(self._variance_N, 0, out=self._variance_N)
+
+    def relearn(self, labels: Iterable[tuple[int, float]]) -> None:
+        """Learn these pairs and labels, in order, and nothing else: as after a label was taken back."""
+        self.mean_D = self._prior_D.copy()
+        self._covariance_DD = np.eye(len(self.mean_D)) * self._prior_variance
+        for pair, label in labels:
+            self._learn(pair, label)
+        self._variance_N = np.maximum(((self._x_ND @ self._covariance_DD) * self._x_ND).sum(1), 0)
+
+    def _learn(self, pair: int, label: float) -> tuple[float, Array]:
+        """Mean and covariance after a label; the covariance became smaller by the scale times the gain's square."""
         x_D = self._x_ND[pair]
         gain_D = self._covariance_DD @ x_D
         probability = 1 / (1 + math.exp(-float(np.clip(self.mean_D @ x_D, -30, 30))))
         curvature = probability * (1 - probability)
         scale = curvature / (1 + curvature * float(x_D @ gain_D))
         self._covariance_DD -= scale * np.outer(gain_D, gain_D)
-        self._variance_N -= scale * (self._x_ND @ gain_D) ** 2
-        np.maximum(self._variance_N, 0, out=self._variance_N)
         self.mean_D += (self._covariance_DD @ x_D) * (label - probability)
+        return scale, gain_D
 
     def information(self) -> Array:
         """Mutual information [N], in bits, between each pair's label and the head."""

@@ -12,6 +12,7 @@ from rl_core.settings.critic import CriticSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.export import ExportSettings
+from rl_core.settings.kl_band import KLBandSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.network import NetworkSettings
 from rl_core.settings.numerics import NumericsGateSettings
@@ -91,6 +92,7 @@ __all__ = [
     "FormatSettings",
     "LengthSettings",
     "JudgeSettings",
+    "KLBandSettings",
     "LaunchSettings",
     "LoopSettings",
     "LoraSettings",

@@ -49,15 +49,18 @@ class RollbackSettings(Settings):
     the iteration count, the learning-rate schedule and episode sampling continue.
     """
 
-    metric: str = setting("success_rate", doc="monitored metric; higher must be better")
+    metric: str = setting("success_rate", doc="monitored metric")
+    better: Literal["higher", "lower"] = setting(
+        "higher", doc="direction of that metric; lower for policy/ref_kl, loop_rate, tool/misuse_rate and their kin"
+    )
     window: int = setting(10, ge=1, le=1_000_000, doc="iterations averaged for the reference and the current level")
     level: Literal["first_window", "before"] = setting(
         "first_window",
         doc="reference level: mean over the first full window in the stage, or over the last one before it (comparable "
         "only for metrics independent of the level mix, such as success_rate_by_level)",
     )
-    margin: float = setting(0.2, gt=0, doc="allowed drop below the reference level")
-    patience: int = setting(5, ge=1, doc="consecutive iterations below the margin that trigger a rollback")
+    margin: float = setting(0.2, gt=0, doc="allowed change for the worse, from the reference level")
+    patience: int = setting(5, ge=1, doc="consecutive iterations beyond the margin that trigger a rollback")
     to: Literal["entry", "previous"] = setting(
         "entry", doc="restart this stage or the previous one, from its entry snapshot"
     )

@@ -12,6 +12,7 @@ from rl_core.settings.base import setting
 from rl_core.settings.critic import CriticSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import DEFAULTS, is_open
+from rl_core.settings.kl_band import KLBandSettings
 from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.references import Precision
@@ -84,7 +85,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     kl_controller: Literal["fixed", "adaptive", "banded"] = setting(
         "fixed", doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: steps in and out of a band"
     )
-    kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token; the band is +-20% of it")
+    kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token")
+    kl_band: KLBandSettings = setting(KLBandSettings(), doc="of the banded controller: band, factors, bounds")
     kl_horizon: int = setting(10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full")
     sampler_kl_max: float | None = setting(
         None,
@@ -97,6 +99,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, gt=0, doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back"
     )
     trust_region_coef: float = setting(0.0, ge=0, doc="weight of KL(old || new) in the loss")
+    trust_region_kl: Literal["k3", "exact"] = setting(
+        "k3",
+        doc="k3: estimated at the sampled tokens; exact: over the whole vocabulary at each of them, which takes a copy "
+        "of the trainable weights and two more passes in every optimizer step but the first on the same rollouts",
+    )
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
@@ -263,8 +270,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.reference_precision != "full":
             raise SettingsError("reference_precision: there is no reference model where kl_coef is 0; remove it")
-        if self.kl_coef == 0 and self.kl_controller != "fixed":
-            raise SettingsError("kl_controller: needs kl_coef above 0 to start from")
+        self._check_kl()
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
         if self.sampling_tries and self.algorithm not in GROUP_ALGORITHMS:
@@ -279,6 +285,29 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
+
+    def _check_kl(self) -> None:
+        """KL terms have what they need, and nothing is set without effect."""
+        if self.kl_coef == 0 and self.kl_controller != "fixed":
+            raise SettingsError("kl_controller: needs kl_coef above 0 to start from")
+        if self.kl_controller == "banded":
+            self.kl_band.check_start(self.kl_coef)
+        elif self.kl_band != KLBandSettings():
+            raise SettingsError(f"kl_band: not used by kl_controller {self.kl_controller}; set banded, or remove it")
+        if self.trust_region_kl == "k3":
+            return
+        if self.trust_region_coef == 0:
+            raise SettingsError("trust_region_kl: has no effect where trust_region_coef is 0; remove it")
+        if self.epochs * self.minibatches == 1:
+            raise SettingsError(
+                "trust_region_kl: one optimizer step on each rollout begins at the old policy, where KL(old || new) "
+                "and its gradient are 0; set epochs or minibatches above 1, or remove it"
+            )
+        if self.launch.kind != "in_process":
+            raise SettingsError(
+                "trust_region_kl: exact swaps the old weights in for a pass, in a trainer of one process; set k3, or "
+                "leave launch.kind out"
+            )
 
     def _check_importance(self) -> None:
         """Rollouts of another policy than the one that is updated need weights of a kind that goes with the rest."""

@@ -63,17 +63,18 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
 
 
 def _rollback(rollback: RollbackSettings, key: Key, iterations: int, policy: PolicySettings) -> Iterator[Found]:
-    """The metric exists, can fall by the margin, and there is time to see it."""
+    """The metric exists, can get worse by the margin, and there is time to see it."""
     name, metrics = metric_name(rollback.metric), watched_metrics(policy)
     if name not in metrics:
         yield _unknown(rollback.metric, key, policy)
         return
     iterations //= _every(name, policy)
     low, high = metrics[name]
+    moves = "fall" if rollback.better == "higher" else "rise"
     if rollback.margin >= high - low:
         yield _found(
             (*key, "margin"),
-            f"{rollback.metric} can never fall by more than {rollback.margin:g}: it is from {low:g} to {high:g}; "
+            f"{rollback.metric} can never {moves} by more than {rollback.margin:g}: it is from {low:g} to {high:g}; "
             "choose a smaller margin",
             (*key, "metric"),
         )

@@ -4,7 +4,8 @@
 
 Answers are six words each; a hidden weight of every word makes an answer's quality. A person prefers by the difference
 of quality plus logistic noise, and calls small differences a tie. The reward model (nano, from random weights) is
-trained on the data file that the room wrote, and judged on noise-free held-out pairs.
+trained on the data file that the room wrote, and judged on noise-free held-out pairs. Labels that are needed where
+pairs are chosen by uncertainty: `claims.py --parts ratings`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -150,39 +151,35 @@ def from_labels(seed: int, counts: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def by_uncertainty(seed: int, first: int, counts: Sequence[int]) -> dict[str, Any]:
-    """Accuracy of reward models on pairs chosen by uncertainty, and at random; both after `first` random ones."""
-    weights, found = quality(seed), {"seed": seed}
-    test = items_of(500, seed + 1000)
+def start_of_raters(folder: Path, items: list[RatedItem], first: int, seed: int) -> Path:
+    """The first labels, at random, and the reward model that they give: in `start/` and `reward/` of the folder."""
+    policy = base_policy(folder, seed)
+    room = RatingRoom(folder / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed)
+    rate(room, first, quality(seed), ["usual"], seed)
+    room.write()
+    settings = RewardModelSettings(epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0)
+    training = rl_core.reward_model(
+        ModelSettings(path=str(policy), device="cpu"), str(room.rows_file), heldout=0, settings=settings, seed=seed
+    )
+    training.run()
+    training.save(folder / "reward")
+    return policy
+
+
+def accuracy_of_choice(start: Path, choose: Literal["uncertainty", "random"], labels: int, seed: int) -> float:
+    """Held-out accuracy from so many labels in all, of which those after the first ones were chosen in this way."""
+    items = items_of(3000, seed)
     with tempfile.TemporaryDirectory() as name:
-        policy = base_policy(Path(name), seed)
-        items = items_of(3000, seed)
-        start = RatingRoom(Path(name) / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed)
-        rate(start, first, weights, ["usual"], seed)
-        start.write()
-        settings = RewardModelSettings(epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0)
-        model = ModelSettings(path=str(policy), device="cpu")
-        training = rl_core.reward_model(model, str(start.rows_file), heldout=0, settings=settings)
-        training.run()
-        training.save(Path(name) / "reward")
-        for choose in ("uncertainty", "random"):
-            for count in counts:
-                folder = Path(name) / f"{choose} {count}"
-                folder.mkdir()
-                (folder / "ratings.jsonl").write_bytes((Path(name) / "start" / "ratings.jsonl").read_bytes())
-                posterior = None
-                if choose == "uncertainty":
-                    posterior = posterior_of(
-                        items, ModelSettings(device="cpu"), policy=None, reward_model=Path(name) / "reward"
-                    )
-                asked = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
-                room = RatingRoom(folder, items, asked, seed=seed, posterior=posterior)
-                rate(room, count, weights, ["usual"], seed)
-                room.write()
-                accuracy = trained_accuracy(room.rows_file, policy, weights, test)
-                found.setdefault(choose, {})[count] = accuracy
-                print(seed, choose, count, f"{accuracy:.3f}", flush=True)
-    return found
+        folder = Path(name)
+        (folder / "ratings.jsonl").write_bytes((start / "start" / "ratings.jsonl").read_bytes())
+        posterior = None
+        if choose == "uncertainty":
+            posterior = posterior_of(items, ModelSettings(device="cpu"), policy=None, reward_model=start / "reward")
+        asked = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
+        room = RatingRoom(folder, items, asked, seed=seed, posterior=posterior)
+        rate(room, labels, quality(seed), ["usual"], seed)
+        room.write()
+        return trained_accuracy(room.rows_file, start / "policy", quality(seed), items_of(500, seed + 1000))
 
 
 def main() -> None:
@@ -191,14 +188,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("preferences.json"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--counts", type=int, nargs="+", default=[150, 400, 1200])
-    parser.add_argument("--part", choices=["labels", "choice", "both"], default="both")
     arguments = parser.parse_args()
     started = time.process_time()
     results: dict[str, Any] = {}
-    if arguments.part != "choice":
-        results["labels"] = [from_labels(seed, arguments.counts) for seed in arguments.seeds]
-    if arguments.part != "labels":
-        results["choice"] = [by_uncertainty(seed, 150, [250, 400]) for seed in arguments.seeds]
+    results["labels"] = [from_labels(seed, arguments.counts) for seed in arguments.seeds]
     results["processor_seconds"] = time.process_time() - started
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 

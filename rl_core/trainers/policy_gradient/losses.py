@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 Metrics = dict[str, torch.Tensor]
-BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
 
 
 @dataclass(frozen=True)
@@ -185,6 +184,10 @@ def next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
     if settings.kl_controller == "fixed":
         return kl_coef
     if settings.kl_controller == "banded":
-        return banded_kl_coef(kl_coef, kl, target=settings.kl_target, tolerance=BAND * settings.kl_target)
+        band = settings.kl_band
+        return banded_kl_coef(
+            kl_coef, kl, target=settings.kl_target, tolerance=band.width * settings.kl_target,
+            increase_factor=band.increase, decrease_factor=band.decrease, minimum=band.minimum, maximum=band.maximum,
+        )  # fmt: skip
     played = settings.prompts_per_iteration * settings.group_size
     return adaptive_kl_coef(kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played)

@@ -21,6 +21,7 @@ from rl_core.models.dropout import drops_out
 from rl_core.models.logprobs import TokenOutputs, token_outputs
 from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
+from rl_core.trainers.policy_gradient.exact_trust_region import ExactTrustRegion
 from rl_core.trainers.policy_gradient.kl_limit import KLLimit
 from rl_core.trainers.policy_gradient.losses import (
     StepCounts,
@@ -80,6 +81,7 @@ class PolicyUpdate:
         # of the policy before the first step, which measures them as it runs over all rows; None = not, or no more
         self._first_logprobs_RS: torch.Tensor | None = None
         self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
+        self._trust_region: ExactTrustRegion | None = None  # None = estimated at the sampled tokens, or not wanted
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
@@ -89,6 +91,8 @@ class PolicyUpdate:
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
+        if settings.trust_region_coef > 0 and settings.trust_region_kl == "exact" and not self.critic_only:
+            self._trust_region = ExactTrustRegion(buffer)
         parts: list[dict[str, float]] = []
         refused = 0.0
         for number in range(steps):
@@ -98,6 +102,8 @@ class PolicyUpdate:
             part = self._optimizer_step(minibatches[index]) if index < len(minibatches) else {}
             if self._first_logprobs_RS is not None:
                 buffer.old_logprobs_RS, self._first_logprobs_RS = self._first_logprobs_RS, None
+            if self._trust_region is not None and "train/loss" in part:
+                self._trust_region.is_first_step = False
             refused = part.pop("refused", 0.0)
             parts += [part] if part else []
             if refused:
@@ -230,6 +236,8 @@ class PolicyUpdate:
         batch = batch.to(self.actor_critic.device)
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
+        if self._trust_region is not None:
+            self._trust_region.begin(batch)
         with buffer.masks(batch):
             outputs = token_outputs(
                 self.actor_critic.policy, batch, with_entropy=True, value_head=head,
@@ -299,7 +307,11 @@ class PolicyUpdate:
             balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / self.num_routed_tokens)
             loss = loss + settings.router_aux_loss_coef * balance
             parts["router_aux_loss"] = balance.detach()
-        if settings.trust_region_coef > 0:
+        if self._trust_region is not None:
+            moved, exact = self._trust_region.penalty(batch, weights_BS, count)
+            loss = loss + settings.trust_region_coef * moved
+            parts |= exact
+        elif settings.trust_region_coef > 0:
             moved, _ = kl_penalty(
                 old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
             )

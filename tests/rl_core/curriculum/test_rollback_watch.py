@@ -46,6 +46,20 @@ def test_fires_when_too_far_below_the_first_full_window_for_its_patience():
     assert manager.stage_iterations == 0 and manager.iteration == 6 and manager.finished is None
 
 
+def test_a_metric_of_which_less_is_better_is_watched_upwards():
+    manager = make(metric="policy/ref_kl", better="lower", margin=0.1)
+    values = [0.02, 0.04, 0.01, 0.16, 0.12, 0.2]
+    # means of two: .03 (the level at entry), .025, .085, .14 (1st above .13), .16 (2nd); falling alone does nothing
+    found = [manager.observe({"train/success_rate": 0.5, "policy/ref_kl": value}) for value in values]
+    assert found == [None, None, None, None, None, 0]
+    assert manager.history[0]["why"] == (
+        "policy/ref_kl 0.16 over 2 is more than 0.1 above 0.03 at entry, 2 times in a row (rollback 1 of 2)"
+    )
+    falls = make(metric="policy/ref_kl", margin=0.1)
+    feed_both = [falls.observe({"train/success_rate": 0.5, "policy/ref_kl": value}) for value in values]
+    assert feed_both == [None] * 6
+
+
 def test_what_a_page_shows_of_the_watch():
     manager = make()
     feed(manager, 0.4)

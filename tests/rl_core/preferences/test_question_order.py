@@ -85,6 +85,23 @@ def test_undo_opens_the_same_question_the_same_way_round(tmp_path):
     assert desk.order.take_back(taken) == question == desk.order.next("ann") == desk.make().next("ann")
 
 
+def test_nothing_is_learned_from_a_rating_that_was_taken_back(tmp_path):
+    features = np.random.default_rng(0).normal(size=(60, 3))
+    desk = Desk(tmp_path, overlap=0.5, repeat=0.2, posterior=RewardPosterior(features))
+    for choice in ("first", "tie", "skip", "second", "first"):
+        desk.rate("ann", choice), desk.rate("bob", choice)
+    posterior = desk.order._posterior
+    mean, information = posterior.mean_D.copy(), posterior.information()
+    desk.rate("ann", "second"), desk.rate("ann", "both_bad")
+    assert not np.allclose(posterior.mean_D, mean)
+    for _ in range(2):
+        desk.order.take_back(desk.journal.undo("ann", 0.0))
+    assert np.allclose(posterior.mean_D, mean) and np.allclose(posterior.information(), information)
+    question = desk.order.next("ann")
+    desk.order = desk.make()  # a restart asks the same
+    assert desk.order.next("ann") == question and np.allclose(posterior.mean_D, mean)
+
+
 def test_the_most_informative_pair_comes_first(tmp_path):
     features = np.zeros((40, 2))
     features[:, 0] = 0.05

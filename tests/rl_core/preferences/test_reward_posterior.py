@@ -22,6 +22,18 @@ def test_one_update_by_hand():
     assert 0 < posterior.mean_D[0] < before[0]
 
 
+def test_learned_anew_it_is_what_label_after_label_gave():
+    rng = np.random.default_rng(0)
+    one, other = (RewardPosterior(features, mean_D=np.ones(4)) for features in [rng.normal(size=(20, 4))] * 2)
+    labels = [(int(rng.integers(20)), float(rng.choice([0, 0.5, 1]))) for _ in range(30)]
+    for pair, label in labels:
+        one.update(pair, label)
+    other.update(3, 1.0)  # forgotten
+    other.relearn(labels)
+    assert np.allclose(one.mean_D, other.mean_D) and np.allclose(one._variance_N, other._variance_N)
+    assert np.allclose(one.information(), other.information())
+
+
 def test_information_by_numerical_integration():
     posterior = RewardPosterior(np.array([[1.0], [0.2], [3.0]]), prior_variance=2.0, mean_D=np.array([0.7]))
     grid = np.linspace(-20, 20, 40001)

@@ -521,6 +521,7 @@ def test_what_a_stage_overrides():
     [
         ({"metric": "sucess_rate"}, "metric", "did you mean 'success_rate'?"),
         ({"margin": 1.0, "window": 5}, "margin", "success_rate can never fall by more than 1: it is from 0 to 1"),
+        ({"margin": 1.0, "metric": "loop_rate", "better": "lower", "window": 5}, "margin", "can never rise by more"),
         ({"window": 6, "patience": 5}, "window", "within the 10 iterations of its stage: a window of 6 and a patience"),
         ({"window": 7, "patience": 5, "level": "before"}, "window", "take at least 11"),
         ({"to": "previous", "window": 5}, "to", "there is no stage before the first one; use entry"),

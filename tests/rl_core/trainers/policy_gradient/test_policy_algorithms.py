@@ -16,6 +16,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import (
     CriticSettings,
+    KLBandSettings,
     LoraSettings,
     ModelSettings,
     PolicySettings,
@@ -23,7 +24,7 @@ from rl_core.settings import (
     SamplingSettings,
 )
 from rl_core.trainers.policy_gradient.advantages import comparison_advantages, last_token_rewards, value_advantages
-from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
+from rl_core.trainers.policy_gradient.losses import StepCounts, next_kl_coef, policy_loss
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
@@ -502,7 +503,14 @@ def test_kl_controllers_move_towards_the_target(tokenizer):
     assert low.kl_coef == pytest.approx(0.01 * 0.8)  # far below the target: the full 20% down
     banded = build(tokenizer, "kl_reward", kl_controller="banded", kl_target=1e9)
     banded.step()
-    assert banded.kl_coef == pytest.approx(0.01 / 1.5)
+    assert banded.kl_coef == pytest.approx(0.01 / 1.2)
+    band = KLBandSettings(width=0.5, increase=3.0, decrease=2.0, minimum=0.006, maximum=0.02)
+    settings = PolicySettings(kl_controller="banded", kl_coef=0.01, kl_target=0.1, kl_band=band)
+    assert next_kl_coef(settings, 0.01, 0.16) == 0.02  # above 0.1 * 1.5: times 3, at most 0.02
+    assert next_kl_coef(settings, 0.005, 0.16) == pytest.approx(0.015)
+    assert next_kl_coef(settings, 0.01, 0.14) == next_kl_coef(settings, 0.01, 0.06) == 0.01
+    assert next_kl_coef(settings, 0.01, 0.04) == 0.006  # below 0.1 * 0.5: half, at least 0.006
+    assert next_kl_coef(settings, 0.016, 0.04) == pytest.approx(0.008)
     fixed = build(tokenizer, "kl_reward")
     fixed.step()
     assert fixed.kl_coef == 0.01

@@ -1,0 +1,202 @@
+"""Tables of what was measured, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from claimed import memory, over_optimisation, rating_choice, thought_variance
+from claimed.arms import PARTS, Part
+from claimed.intervals import gap, interval, shown, verdict
+from claimed.policy_runs import GROUP, PROMPTS, iterations_to
+from claimed.results import Results, Row
+
+EPISODES = PROMPTS * GROUP  # of an iteration
+LATE = 20  # last iterations, over which a controller is judged
+
+
+def write_report(output: Path, results: Results, seeds: int) -> str:
+    """DIR/claims.md from the results that are there."""
+    lines = []
+    for name, part in PARTS.items():
+        if results.of(name, part.arms[0].name, seeds):
+            lines += [f"## {name}: {part.title}", "", *policy_table(name, part, results, seeds), ""]
+            lines += kl_table(name, part, results, seeds) if name == "kl" else []
+    lines += memory_table(results, seeds) + over_table(results, seeds) + thought_table(results, seeds)
+    lines += rating_table(results, seeds)
+    text = "\n".join(lines) + "\n"
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "claims.md").write_text(text)
+    return text
+
+
+def success(row: Row, key: str = "success") -> float:
+    """Share of successes, in percent."""
+    return 100 * statistics.fmean(row[key])
+
+
+def each(rows: Sequence[Row], key: str = "success") -> str:
+    """Percentages of the single seeds."""
+    return ", ".join(f"{success(row, key):.1f}" for row in rows)
+
+
+def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+    """Success of each arm, beside the first one."""
+    base = results.of(name, part.arms[0].name, seeds)
+    levels = sorted({level for row in base for level in row["levels"]})
+    by_level = levels if len(levels) > 1 else []
+    more = [f"episodes until {100 * part.threshold:.0f}% in training"] if part.threshold else []
+    titles = ["arm", "success [95%]", "each seed", "validation", *by_level, "beside the first [95%]", "better", *more]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for arm in part.arms:
+        rows = results.of(name, arm.name, seeds)
+        if not rows:
+            continue
+        cells = [arm.name, f"{shown(interval([success(row) for row in rows]))}%", each(rows)]
+        cells.append(f"{statistics.fmean(success(row, 'validation') for row in rows):.1f}%")
+        for level in by_level:
+            found = [ok for row in rows for ok, at in zip(row["success"], row["levels"], strict=True) if at == level]
+            cells.append(f"{100 * statistics.fmean(found):.1f}%")
+        if arm is part.arms[0] or len(rows) != len(base):
+            cells += ["", ""]
+        else:
+            beside = gap([success(row) for row in rows], [success(row) for row in base])
+            cells += [shown(beside), verdict(*beside[1:])]
+        if part.threshold:
+            reached = [iterations_to(row, part.threshold) for row in rows]
+            cells.append(", ".join("never" if n is None else str(n * EPISODES) for n in reached))
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *behaviour_table(name, part, results, seeds)]
+
+
+def behaviour_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+    """Play of the policies, and effects of the updates: means over the seeds."""
+    last = {
+        "policy/entropy": "entropy", "policy/update_kl": "KL of an update", "policy/update_kl_exact": "exact",
+        "value/explained_variance": "explained variance", "policy/refused_steps": "refused steps",
+        "curriculum/rollbacks": "rollbacks",
+    }  # fmt: skip
+    known = {key for arm in part.arms for row in results.of(name, arm.name, seeds) for key in row["curves"]}
+    seen = [key for key in last if key in known]
+    played = {"turns": "turns", "tool_calls": "calls", "misuse": "misused turns", "truncated": "cut"}
+    titles = ["arm", *played.values(), *(last[key] for key in seen), "processor s"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for arm in part.arms:
+        rows = results.of(name, arm.name, seeds)
+        if rows:
+            cells = [arm.name, *(f"{statistics.fmean(row[key] for row in rows):.3g}" for key in played)]
+            for key in seen:
+                tails = [[v for v in row["curves"].get(key, []) if v is not None][-5:] for row in rows]
+                values = [statistics.fmean(tail) for tail in tails if tail]
+                cells.append(f"{statistics.fmean(values):.3g}" if values else "")
+            cells.append(f"{statistics.fmean(row['processor_seconds'] for row in rows):.0f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def kl_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+    """KL of the last iterations beside its target."""
+    target = 0.03
+    lines = [
+        f"| arm | KL, last {LATE} iterations [95%] | each seed | iterations within 20% of {target} | coefficient |",
+        "|" + "---|" * 5,
+    ]
+    for arm in part.arms:
+        rows = results.of(name, arm.name, seeds)
+        if rows:
+            late = [row["curves"]["policy/ref_kl"][-LATE:] for row in rows]
+            means = [statistics.fmean(values) for values in late]
+            inside = statistics.fmean(abs(value / target - 1) <= 0.2 for values in late for value in values)
+            coefs = statistics.fmean(value for row in rows for value in row["curves"]["policy/kl_coef"][-LATE:])
+            numbers = ", ".join(f"{mean:.4f}" for mean in means)
+            lines.append(
+                f"| {arm.name} | {shown(interval(means), digits=4)} | {numbers} | {inside:.0%} | {coefs:.3g} |"
+            )
+    return [*lines, ""]
+
+
+def memory_table(results: Results, seeds: int) -> list[str]:
+    """Memory and processor time of an optimizer step."""
+    found = {arm: rows for arm in memory.ARMS if (rows := results.of("memory", arm, seeds))}
+    if not found:
+        return []
+    lines = [
+        "## memory: an optimizer step of 26M parameters, 8 rows of 256 tokens", "",
+        "| arm | trained weights | peak above the loaded model, MB [95%] | processor s of a step [95%] |",
+        "|---|---|---|---|",
+    ]  # fmt: skip
+    for arm, rows in found.items():
+        peaks, seconds = interval([row["peak"] / 1e6 for row in rows]), interval([row["seconds"] for row in rows])
+        lines.append(f"| {arm} | {rows[0]['trainable']:,} | {shown(peaks, digits=0)} | {shown(seconds, digits=2)} |")
+    return [*lines, ""]
+
+
+def over_table(results: Results, seeds: int) -> list[str]:
+    """True success of PPO against reward models."""
+    name, arms = "over-optimisation", over_optimisation.ARMS
+    base = results.of(name, arms[0].name, seeds)
+    if not base:
+        return []
+    stopped = [success(row, "best") for row in base]
+    right = ", ".join(f"{row['reward_model']['accuracy']:.3f}" for row in base)
+    lines = [
+        f"## {name}: PPO against a reward model (held-out accuracy {right})", "",
+        "| arm | success at the end [95%] | each seed | at the best look [95%] | each seed | "
+        "end, beside stopping the first early [95%] | better | score at the end |",
+        "|" + "---|" * 8,
+    ]  # fmt: skip
+    for arm in arms:
+        if rows := results.of(name, arm.name, seeds):
+            ends, best = [success(row) for row in rows], [success(row, "best") for row in rows]
+            beside = gap(ends, stopped) if len(rows) == len(base) else None
+            score = statistics.fmean(row["curves"]["reward/mean"][-1] for row in rows)
+            lines.append(
+                f"| {arm.name} | {shown(interval(ends))}% | {each(rows)} | {shown(interval(best))}% | "
+                f"{each(rows, 'best')} | {shown(beside) if beside else ''} | "
+                f"{verdict(*beside[1:]) if beside else ''} | {score:.2f} |"
+            )
+    return [*lines, ""]
+
+
+def thought_table(results: Results, seeds: int) -> list[str]:
+    """Variance of the thoughts' gradient."""
+    rows = results.of("thoughts", "variance", seeds)
+    if not rows:
+        return []
+    kinds = [row["kinds"] for row in rows]
+    lines = [
+        "## thoughts: variance of the policy gradient", "",
+        "| credit | variance against no baseline [95%] | each seed | noise to signal | explained variance |",
+        "|" + "---|" * 5,
+    ]  # fmt: skip
+    for name in thought_variance.KINDS:
+        ratios = [kind[name]["variance"] / kind["no baseline"]["variance"] for kind in kinds]
+        noise = statistics.fmean(kind[name]["variance"] / max(kind[name]["signal"], 1e-12) for kind in kinds)
+        explained = statistics.fmean(kind[name]["explained"] for kind in kinds)
+        numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        lines.append(f"| {name} | {shown(interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |")
+    return [*lines, ""]
+
+
+def rating_table(results: Results, seeds: int) -> list[str]:
+    """Accuracy by labels, chosen by uncertainty and at random."""
+    lines = []
+    for labels in rating_choice.COUNTS:
+        found = {
+            choose: {row["seed"]: 100 * row["accuracy"] for row in rows}
+            for choose in ("uncertainty", "random")
+            if (rows := results.of("ratings", rating_choice.arm_of(choose, labels), seeds))
+        }
+        both = sorted(set(found.get("uncertainty", {})) & set(found.get("random", {})))
+        if both:
+            chosen, drawn = ([found[choose][seed] for seed in both] for choose in ("uncertainty", "random"))
+            beside = gap(chosen, drawn)
+            lines.append(
+                f"| {labels} | {shown(interval(chosen))}% | {shown(interval(drawn))}% | {shown(beside)} | "
+                f"{verdict(*beside[1:])} | {len(both)} |"
+            )
+    if not lines:
+        return []
+    head = ["labels", "by uncertainty [95%]", "at random [95%]", "difference [95%]", "better", "seeds"]
+    return ["## ratings: held-out accuracy", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines, ""]

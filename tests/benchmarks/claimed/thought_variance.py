@@ -1,0 +1,93 @@
+"""Variance of the thoughts' policy gradient by baseline and GAE, on the same rollouts of a policy that stays as it is.
+
+The term of the thoughts alone. Baselines have learned from `WARMUP` batches of other rollouts before. Variance: trace
+of the gradient's covariance for a batch of `EPISODES` episodes, over `BATCHES` batches; signal: unbiased square of the
+mean gradient's length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from claimed.tasks import TASKS, start_of
+
+WARMUP, BATCHES, EPISODES = 30, 40, 32
+KINDS = {
+    "no baseline": dict(advantages="returns"),
+    "returns, linear baseline": dict(advantages="returns"),
+    "returns, MLP baseline": dict(advantages="returns", baseline_layers=2),
+    "GAE 0.95, linear baseline": dict(),
+    "GAE 0.95, MLP baseline": dict(baseline_layers=2),
+    "GAE 0.8, linear baseline": dict(gae_lambda=0.8),
+}
+
+
+def runs(output):
+    """One run a seed, of all kinds on the same rollouts."""
+    return {"variance": lambda seed: measure(output, seed)}
+
+
+def measure(output, seed):
+    """Variance, signal and the baseline's explained variance, by kind."""
+    import rl_core
+    from rl_core.settings import ThoughtsSettings
+    from rl_core.thoughts.episodes import answer_rows
+    from rl_core.thoughts.trainer import ThoughtsTrainer
+
+    task = TASKS["reckoning"]
+    policy = rl_core.load_policy(start_of("reckoning", output))
+    common = dict(
+        iterations=WARMUP + BATCHES, episodes_per_iteration=EPISODES, max_thought_tokens=32, answer_coef=0.0,
+        entropy_coef=0.0, entropy_floor=0.0, levels=task.levels, sampling=task.sampling, patience=None, eval_every=0,
+    )  # fmt: skip
+    trainers = {
+        name: ThoughtsTrainer(
+            policy.model, policy.renderer, task.make(), ThoughtsSettings(**common, **options), seed, policy.backend()
+        )
+        for name, options in KINDS.items()
+    }
+    player = trainers["no baseline"]
+    player.baseline.values = lambda states_NH: torch.zeros(len(states_NH))
+    gradients, explained = {name: [] for name in KINDS}, {name: [] for name in KINDS}
+    for batch in range(WARMUP + BATCHES):
+        player.iteration = batch
+        rng = player._generator()
+        requests = [player._draw_episode(rng) for _ in range(EPISODES)]
+        episodes = player._read(player._play_once(requests, "rollouts", batch))
+        plan = answer_rows(episodes)
+        rewards, _ = player._rewards(episodes, plan)
+        for name, trainer in trainers.items():
+            advantages, metrics = trainer._advantages(episodes, rewards)
+            if batch >= WARMUP:
+                gradients[name].append(gradient_of(trainer, episodes, plan, advantages))
+                explained[name].append(metrics["train/explained_variance"])
+    found = {}
+    for name, rows in gradients.items():
+        stacked = torch.stack(rows).double()
+        mean = stacked.mean(0)
+        variance = float((stacked - mean).square().sum() / (len(rows) - 1))
+        found[name] = {
+            "variance": variance, "signal": float(mean.square().sum()) - variance / len(rows),
+            "explained": sum(explained[name]) / len(explained[name]),
+        }  # fmt: skip
+    return {"kinds": found}
+
+
+def gradient_of(trainer, episodes, plan, advantages):
+    """Gradient of the thoughts' term, flat; nothing is updated."""
+    found = []
+
+    def apply(batches, loss):
+        trainer.model.zero_grad()
+        for batch in batches:
+            loss(batch)[0].backward()
+        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]).clone())
+        trainer.model.zero_grad()
+        return {}
+
+    own, trainer.optimizer_step.apply = trainer.optimizer_step.apply, apply
+    try:
+        trainer._update(episodes, plan, advantages)
+    finally:
+        trainer.optimizer_step.apply = own
+    return found[0]

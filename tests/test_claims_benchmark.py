@@ -1,0 +1,76 @@
+"""The benchmark of claims: nothing is measured twice or half, intervals are Student's, a table says what was found."""
+
+import json
+import math
+
+import pytest
+from claimed import intervals
+from claimed.arms import PARTS
+from claimed.policy_runs import iterations_to
+from claimed.report import write_report
+from claimed.results import Results
+from claimed.tasks import TASKS, VALIDATION
+
+
+def test_a_run_is_kept_once_and_only_when_it_is_whole(tmp_path):
+    results, calls = Results(tmp_path), []
+
+    def measure():
+        calls.append(1)
+        return {"value": len(calls)}
+
+    assert results.find("part", "an arm, 0.1", 0) is None
+    with pytest.raises(RuntimeError):
+        results.fill("part", "an arm, 0.1", 0, lambda: (_ for _ in ()).throw(RuntimeError("cut off")))
+    assert results.find("part", "an arm, 0.1", 0) is None
+    for _ in range(2):
+        row = results.fill("part", "an arm, 0.1", 0, measure)
+    assert row["value"] == 1 and len(calls) == 1 and row["processor_seconds"] >= 0
+    results.fill("part", "an arm, 0.1", 2, measure)
+    assert [row["seed"] for row in results.of("part", "an arm, 0.1", 3)] == [0, 2]
+
+
+def test_intervals_by_hand():
+    # 1, 2, 3: mean 2, deviation 1, half width 4.303 / sqrt(3)
+    mean, low, high = intervals.interval([1.0, 2.0, 3.0])
+    assert (mean, low, high) == pytest.approx((2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+    assert intervals.gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
+    assert math.isnan(intervals.interval([1.0])[1])
+    assert [intervals.verdict(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))] == [
+        "true", "refuted: worse", "not shown", "one seed"
+    ]  # fmt: skip
+    assert intervals.shown((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
+
+
+def test_the_first_iteration_at_a_level_is_that_of_the_moving_mean():
+    curve = [0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0]
+    row = {"curves": {"train/success_rate": curve}}
+    assert iterations_to(row, 0.8) == 5 and iterations_to(row, 0.9) == 6 and iterations_to(row, 0.95) is None
+
+
+def test_settings_are_compared_on_other_episodes_than_those_that_are_reported():
+    environment = TASKS["cells"].make()
+    reported, validation = TASKS["cells"].held_out(environment)
+    assert len(validation) == VALIDATION and not set(reported) & set(validation)
+    assert {request.level for request in reported} == {"easy"}
+
+
+def test_every_part_has_a_task_and_names_its_arms_apart(tmp_path):
+    for name, part in PARTS.items():
+        files = {Results(tmp_path).path(name, arm.name, 0) for arm in part.arms}
+        assert part.task in TASKS and len(files) == len(part.arms), name
+
+
+def test_the_table_says_what_was_found(tmp_path):
+    results = Results(tmp_path / "results")
+    for seed in range(3):
+        for arm, right in (("5e-3", 1), ("5e-3, rollback", 3)):
+            row = {
+                "success": [1] * right + [0] * (4 - right), "levels": ["easy"] * 4, "validation": [1, 0], "turns": 2,
+                "tool_calls": 1, "misuse": 0.0, "truncated": 0.0, "curves": {"train/success_rate": [0.5]},
+            }  # fmt: skip
+            results.fill("rollback", arm, seed, lambda row=row: row)
+    text = write_report(tmp_path, results, 3)
+    assert "| 5e-3, rollback | 75.0 [75.0, 75.0]% | 75.0, 75.0, 75.0 | 50.0% | 50.0 [50.0, 50.0] | true |" in text
+    assert text == (tmp_path / "claims.md").read_text() and "kl:" not in text
+    assert json.loads(results.path("rollback", "5e-3", 1).read_text())["seed"] == 1
