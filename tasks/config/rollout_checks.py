@@ -44,7 +44,8 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
 
 def _check_cluster(policy: PolicySettings, settings: PipelineSettings, *, ask: bool) -> None:
     """Ray is installed, its cluster answers (`ask`), or its object store here has room for the weights."""
-    from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
+    from rl_core.rollout_workers.ray_cluster import check_store  # imports no Ray
+    from rl_core.rollout_workers.ray_session import check_address
 
     check_ray()
     if policy.rollouts.address is not None and ask:

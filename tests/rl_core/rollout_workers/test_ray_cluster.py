@@ -16,8 +16,8 @@ from helpers.worker_cluster import letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError, WorkerFailed
-from rl_core.rollout_workers import ray_cluster
-from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store
+from rl_core.rollout_workers.ray_cluster import RayCluster, check_store
+from rl_core.rollout_workers.ray_session import LEAST_STORE, check_address
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
 from rl_core.settings import RolloutSettings
@@ -155,7 +155,7 @@ def test_a_cluster_that_does_not_answer_is_one_line():
 
 
 def test_a_store_that_does_not_fit_is_one_line():
-    assert check_store(0) == ray_cluster.LEAST_STORE
+    assert check_store(0) == LEAST_STORE
     with pytest.raises(SettingsError, match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine"):
         check_store(2**50)
 
