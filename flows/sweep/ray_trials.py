@@ -1,7 +1,7 @@
 """Trials of a sweep on the nodes of a Ray cluster: an actor a lane holds the resources, and runs the trials' process.
 
-All nodes see the output folder under the same path: trials share finished stages there by the stages' own locks, and one
-whose node is lost goes on elsewhere from its checkpoints.
+All nodes see the output folder under the same path: trials share finished stages there by the stages' own locks, and
+one whose node is lost goes on elsewhere from its checkpoints.
 """
 
 from __future__ import annotations
