@@ -8,7 +8,7 @@ from rl_core.errors import PosttrainError, SettingsError
 from rl_core.settings import PolicySettings
 from rl_core.settings.rollouts import check_ray
 from tasks.config.curriculum_checks import POLICY
-from tasks.config.files import shape_of
+from tasks.config.files import adapter_rank, shape_of
 from tasks.config.memory_checks import weight_bytes
 from tasks.config.problems import Key, Problem
 from tasks.config.settings import PipelineSettings
@@ -64,4 +64,4 @@ def _check_server(policy: PolicySettings, settings: PipelineSettings) -> None:
             f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
-    check_when_starting(policy.rollouts, shape_of(settings.model), lora.served_rank if lora is not None else 0)
+    check_when_starting(policy.rollouts, shape_of(settings.model), adapter_rank(settings.model))
