@@ -54,6 +54,7 @@ class SimulatedGroup:
 
     number: int
     plays: int = 0  # times that it was given up as too old
+    slow: int | None = None  # number of the worker that was too slow for it then
     sequences: list[SimulatedSequence] = field(default_factory=list)
     left: int = 0  # sequences that have not ended
     oldest: int = 0  # version that one of its sequences was begun with; known when it has ended

@@ -125,7 +125,8 @@ class _SimulatedTrainer:
     def receive(self, group: SimulatedGroup) -> None:
         """Take a finished group."""
         if group.number in self._playing:
-            self._loads[self._playing.pop(group.number)] -= 1
+            group.slow = self._playing.pop(group.number)
+            self._loads[group.slow] -= 1
         self._awaited -= group.plays >= PATIENCE
         self._finished.append(group)
         if not self._arrived.triggered:
@@ -195,7 +196,9 @@ class _SimulatedTrainer:
         if again is None:
             self._next += 1
         tokens, tools = self.sizes.draw(self.seed, number, self.layout.group_size)
-        group = SimulatedGroup(number, 0 if again is None else again.plays + 1, left=self.layout.group_size)
+        group = SimulatedGroup(number, left=self.layout.group_size)
+        if again is not None:
+            group.plays, group.slow = again.plays + 1, again.slow if self.layout.workers > 1 else None
         group.sequences = [
             SimulatedSequence(group, row, waits) for row, waits in zip(tokens.tolist(), tools.tolist(), strict=True)
         ]
@@ -207,20 +210,27 @@ class _SimulatedTrainer:
             self._queue.append(self._draw())
 
     def _hand_out(self) -> None:
-        """Groups to the workers with the fewest, up to an even share of what may be under way."""
+        """Groups to the workers with the fewest, up to an even share of what may be under way; see `RolloutStream`."""
         layout = self.layout
         most = math.ceil(layout.prompts * (layout.max_staleness + 1) / layout.workers)
         at_once = math.ceil(layout.prompts / layout.workers)
         by_load = [(load, number) for number, load in enumerate(self._loads)] if self._queue else []
         heapq.heapify(by_load)
         given: dict[int, list[SimulatedGroup]] = {}
-        while self._queue and by_load[0][0] < most:
+        while self._queue:
+            group = self._queue[0]
+            passed = heapq.heappop(by_load) if by_load[0][1] == group.slow else None
             load, number = by_load[0]
-            heapq.heapreplace(by_load, (load + 1, number))
-            group = self._queue.popleft()
-            given.setdefault(number, []).append(group)
-            self._playing[group.number] = number
-            self._loads[number] += 1
+            is_given = load < most or group.plays >= PATIENCE
+            if is_given:
+                heapq.heapreplace(by_load, (load + 1, number))
+                given.setdefault(number, []).append(self._queue.popleft())
+                self._playing[group.number] = number
+                self._loads[number] += 1
+            if passed is not None:
+                heapq.heappush(by_load, passed)
+            if not is_given:
+                break
         for number, groups in given.items():
             self.workers[number].begin(groups, at_once)
 

@@ -15,6 +15,7 @@ from rl_core.settings.rollouts import check_ray
 __all__ = ["RayCluster", "check_store"]
 
 MIB = 2**20
+_WATCH = "watch"  # group of the actor's methods that are answered beside a call that takes long
 SLACK = 64 * MIB  # tasks, rollouts on their way back
 
 
@@ -54,11 +55,18 @@ class RayCluster(RaySession):
 
     def start(self, spec: Any, base: Any, *, is_live: bool) -> Any:
         """A new actor."""
-        return self.actor(_Actor, is_live, spec, base, num_cpus=1, num_gpus=_gpu_share(self._settings.count))
+        return self.actor(
+            _Actor, is_live, spec, base, num_cpus=1, num_gpus=_gpu_share(self._settings.count),
+            concurrency_groups={_WATCH: 1},
+        )  # fmt: skip
 
     def call(self, worker: Any, method: str, *arguments: Any) -> Any:
         """A method of the actor's worker."""
         return worker.answer.remote(method, *arguments)
+
+    def ping(self, worker: Any) -> Any:
+        """See `WorkerCluster`: on a thread of the actor's own for it."""
+        return worker.alive.options(concurrency_group=_WATCH).remote()
 
 
 class _Actor:
@@ -73,6 +81,10 @@ class _Actor:
             self._worker = (LiveWorker if is_live else RolloutWorker)(spec, base)
         except Exception as error:  # told by the first call, as a value: Ray would wrap it into a page of text
             self._error = error
+
+    def alive(self) -> bool:
+        """Sign of life."""
+        return True
 
     def answer(self, method: str, *arguments: Any) -> Any:
         """See `RolloutWorker.answer`."""
