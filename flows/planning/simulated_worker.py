@@ -90,7 +90,8 @@ class SimulatedWorld:
             with self.cores.request() as request:
                 yield request
                 part = min(left, SLICE_S)
-                yield self.env.timeout(part * (self.layout.crowding if self.cores.count > 1 else 1.0))
+                computing = self.cores.count + len(self.cores.queue)
+                yield self.env.timeout(part * self.layout.slowdown(computing))
             left -= part
             if wake is not None and wake.triggered:
                 break

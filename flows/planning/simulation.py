@@ -150,7 +150,9 @@ class _SimulatedTrainer:
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
-            yield self.env.all_of([self.env.process(worker.load()) for worker in self.workers])
+            loads = [self.env.process(worker.load()) for worker in self.workers]
+            self._busy_s += yield from self.world.compute(rates.verify_seconds)
+            yield self.env.all_of(loads)
             self._finished = []
             groups = [self._draw() for _ in range(layout.prompts)]
             tasks = deque(_cut(groups, layout.workers, layout.tasks_each))
@@ -163,8 +165,11 @@ class _SimulatedTrainer:
                 yield self.env.timeout(rates.switch_seconds)
 
     def _serve(self, worker: SimulatedWorker, tasks: deque[list[SimulatedGroup]]) -> Iterator[Any]:
+        rates = self.world.rates
         while tasks:
-            yield from worker.play(tasks.popleft())
+            groups = tasks.popleft()
+            yield from worker.play(groups)
+            yield from self.world.compute(rates.call_seconds + len(groups) * rates.group_seconds)
 
     # Asynchronous: tickets ahead of the trainer
 
@@ -178,6 +183,7 @@ class _SimulatedTrainer:
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
+            self._busy_s += yield from self.world.compute(rates.verify_seconds)
             taken: list[SimulatedGroup] = []
             while len(taken) < layout.prompts:
                 self._draw_ahead(len(taken))
@@ -185,6 +191,7 @@ class _SimulatedTrainer:
                 stale = self.run.stale_groups
                 found = self._ripe(layout.prompts - len(taken))
                 taken += found
+                self._busy_s += yield from self.world.compute(len(found) * rates.group_seconds)
                 if not found and stale == self.run.stale_groups:
                     yield self._arrived
                     self._arrived = self.env.event()
@@ -219,7 +226,10 @@ class _SimulatedTrainer:
         given: dict[int, list[SimulatedGroup]] = {}
         while self._queue:
             group = self._queue[0]
-            passed = heapq.heappop(by_load) if by_load[0][1] == group.slow else None
+            slow = heapq.heappop(by_load) if by_load[0][1] == group.slow else None
+            if slow is not None and slow[0] < most <= by_load[0][0] and group.plays < PATIENCE:
+                heapq.heappush(by_load, slow)  # it alone has room
+                slow = None
             load, number = by_load[0]
             is_given = load < most or group.plays >= PATIENCE
             if is_given:
@@ -227,8 +237,8 @@ class _SimulatedTrainer:
                 given.setdefault(number, []).append(self._queue.popleft())
                 self._playing[group.number] = number
                 self._loads[number] += 1
-            if passed is not None:
-                heapq.heappush(by_load, passed)
+            if slow is not None:
+                heapq.heappush(by_load, slow)
             if not is_given:
                 break
         for number, groups in given.items():

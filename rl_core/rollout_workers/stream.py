@@ -145,8 +145,8 @@ class RolloutStream(RolloutTeam):
     def _hand_out(self, ahead: int, sampling: SamplingSettings) -> None:
         """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more.
 
-        A group that became too old goes to another worker than the one that was too slow for it, and one that an
-        iteration will wait for goes beyond the even share.
+        A group that became too old goes to another worker than the one that was too slow for it, where there is room;
+        one that an iteration will wait for does so beyond the even share.
         """
         most = math.ceil(ahead * (self._bound + 1) / len(self._seats))
         loads = {seat.number: 0 for seat in self._seats}
@@ -156,9 +156,11 @@ class RolloutStream(RolloutTeam):
         while self._queue:
             ticket = self._queue[0]
             slow = self._players.get(ticket.number) if ticket.plays and len(loads) > 1 else None
-            number = min((number for number in loads if number != slow), key=lambda number: (loads[number], number))
-            if loads[number] >= most and ticket.plays < PATIENCE:
+            room = [number for number, load in loads.items() if load < most]
+            others = [number for number in (loads if ticket.plays >= PATIENCE else room) if number != slow]
+            if not (others or room):
                 break
+            number = min(others or room, key=lambda number: (loads[number], number))
             given[number].append(self._queue.popleft())
             loads[number] += 1
         for seat in list(self._seats):
