@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.resources.activations import Activations
+import torch
+
+from rl_core.resources.activations import Activations, MicroBatch, head_bytes
 from rl_core.resources.model_shape import ModelShape
 from rl_core.settings import OptimizerSettings, PolicySettings
 from rl_core.settings.references import Precision
@@ -21,6 +23,7 @@ __all__ = [
     "Placement",
     "SlotSizes",
     "StageMemory",
+    "forward_parts",
     "frozen_bytes",
     "has_reference_copy",
     "held_by_training",
@@ -189,6 +192,19 @@ def rollout_parts(shape: ModelShape, sizes: SlotSizes, place: Placement) -> dict
         "prefill": prefilled * (shape.kv_bytes_per_token // 4 + widest) * place.item,
         "sampling": sizes.slots * shape.vocabulary * 4 * 2,
     }
+    return {name: size for name, size in parts.items() if size}
+
+
+def forward_parts(shape: ModelShape, batch: MicroBatch, place: Placement) -> dict[str, int]:
+    """Parts of a pass without gradient beside the weights: one layer's temporaries, and float32 log-probs of two models.
+
+    The latter for chunks of tokens, as they are compared.
+    """
+    widths = 4 * shape.hidden + shape.query_width + 2 * shape.kv_width + 3 * shape.inner
+    dtype = torch.float32 if place.item == 4 else torch.bfloat16
+    parts = {
+        "activations": place.item * widths * batch.padded, "logits": 2 * head_bytes(shape, batch, place.device, dtype)
+    }  # fmt: skip
     return {name: size for name, size in parts.items() if size}
 
 

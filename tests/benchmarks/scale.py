@@ -5,8 +5,8 @@
 
 Needs the extras `ray` and `plan`. Each run is a process of its own with one thread; a finished one is DIR/points/*.json
 and is not run again. Tools answer after a log-normal time (sigma 1) of mean 0, 50 or 500 ms. `simulation` needs no new
-run: it takes the durations of the parts (`parts-*.json`, `costs-*.json`) and predicts the iterations of `steps`. `report` writes
-DIR/scale.md and DIR/scale*.png from what is there.
+run: it takes the durations of the parts (`parts-*.json`, `costs-*.json`) and predicts the iterations of `steps`.
+`report` writes DIR/scale.md and DIR/scale*.png from what is there.
 """
 
 from __future__ import annotations
