@@ -103,9 +103,8 @@ class FurtherStagePlanner(StagePlanner):
         parameters = sum(parameter.numel() for parameter in made.parameters())
         steps = block.num_environments * block.rollout_steps
         row = 4 * (observation + actions.size + 6)  # and reward, ends, log-prob, value, advantage, return
-        layers = (
-            4 * 2 * (observation + sum(block.hidden)) * min(block.micro_batch_tokens, -(-steps // block.minibatches))
-        )
+        together = min(block.micro_batch_tokens, -(-steps // block.minibatches))
+        layers = 4 * 2 * (observation + sum(block.hidden)) * together  # of both networks
         parts = {
             **self.runtime, "weights": 4 * parameters, "gradients": 4 * parameters, "optimizer moments": 8 * parameters,
             "best model": 4 * parameters, "steps": row * steps * (1 + block.replay), "activations": layers,

@@ -196,9 +196,9 @@ def rollout_parts(shape: ModelShape, sizes: SlotSizes, place: Placement) -> dict
 
 
 def forward_parts(shape: ModelShape, batch: MicroBatch, place: Placement) -> dict[str, int]:
-    """Parts of a pass without gradient beside the weights: one layer's temporaries, and float32 log-probs of two models.
+    """Parts of a pass without gradient beside the weights: one layer's temporaries, and log-probs in float32.
 
-    The latter for chunks of tokens, as they are compared.
+    The latter of two models, as they are compared, for chunks of tokens.
     """
     widths = 4 * shape.hidden + shape.query_width + 2 * shape.kv_width + 3 * shape.inner
     dtype = torch.float32 if place.item == 4 else torch.bfloat16
