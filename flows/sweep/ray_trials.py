@@ -10,11 +10,9 @@ import dataclasses
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +55,11 @@ class TrialResources:
 class TrialHost:
     """The actor: starts the process on its node, and hands lines on."""
 
-    def __init__(self, home: str, log: str, environment: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    def __init__(self, home: str, log: str, environment: Mapping[str, str]) -> None:
         """Errors are told by the first call, as a value: Ray would wrap them into a page of text."""
         self._error: Exception | None = None
         try:
-            _check_node(home, versions)
+            _check_folder(home)
             self._process = LocalTrialProcess(Path(log), {**os.environ, **environment})
             self._lines: queue.Queue[str | None] = queue.Queue()
             threading.Thread(target=self._read_on, name="trial-lines", daemon=True).start()
@@ -94,24 +92,13 @@ class TrialHost:
         return found(*arguments) if callable(found) else found
 
 
-def _check_node(home: str, versions: Mapping[str, str]) -> None:
-    """Raises: SettingsError for a node with other versions, or one that does not see the sweep's folder."""
-    node = os.uname().nodename
-    for name, there in versions.items():
-        if (here := _versions()[name]) != there:
-            raise SettingsError(
-                f"{KEY}: a node of the cluster ({node}) has {name} {here}, the sweep {there}; install the same "
-                "constraints.txt on every node"
-            )
+def _check_folder(home: str) -> None:
+    """Raises: SettingsError for a node that does not see the sweep's folder."""
     if not Path(home).is_dir():
         raise SettingsError(
-            f"{KEY}: a node of the cluster ({node}) does not see {home}; set output to storage that all nodes share"
+            f"{KEY}: a node of the cluster ({os.uname().nodename}) does not see {home}; set output to storage that "
+            "all nodes share"
         )
-
-
-def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("posttrain", "torch", "transformers")}
-    return {"Python": ".".join(map(str, sys.version_info[:2])), **found}
 
 
 class RemoteTrialProcess:
@@ -204,6 +191,8 @@ class RayTrials:
         try:
             self._session.begin()
             self._check_room(settings)
+            if self._session.address is not None:
+                self._session.check_versions()
         except BaseException:
             self.close()
             raise
@@ -228,7 +217,7 @@ class RayTrials:
         handed = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_OVER)}
         environment = {**handed, "PYTHONPATH": child_import_path(), "OMP_NUM_THREADS": str(self.resources.cpus)}
         host = self._session.actor(
-            TrialHost, str(home), str(log), environment, _versions(), num_cpus=self.resources.cpus,
+            TrialHost, str(home), str(log), environment, num_cpus=self.resources.cpus,
             num_gpus=self.resources.gpus or 0.0, memory=self.resources.memory_bytes, max_concurrency=_CALLS,
         )  # fmt: skip
         return RemoteTrialProcess(self._session, host, stop)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = ["LEAST_STORE", "RaySession", "check_address"]
 
 LEAST_STORE = 80 * 2**20  # Ray refuses less than 75 MiB
 STARTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
+PACKAGES = ("torch", "transformers")  # whose versions have to be the same on every node
+NODES_S = 120.0  # for nodes to say what they have installed: each starts a process for it
 CONNECT_S = 3.0  # for a cluster's address to take a connection
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -122,6 +125,45 @@ class RaySession:
     def nodes(self) -> list[Mapping[str, float]]:
         """Resources of each living node: CPU, GPU, memory in bytes."""
         return [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+
+    def check_versions(self) -> None:
+        """Ask every living node what it has installed. Raises: SettingsError for one with other versions, or none."""
+
+        def installed(names: Sequence[str]) -> dict[str, str]:  # within: a node without posttrain can run it
+            import importlib.metadata
+            import os
+            import sys
+
+            found = {"": os.uname().nodename, "Python": ".".join(map(str, sys.version_info[:2]))}
+            for name in names:
+                try:
+                    found[name] = importlib.metadata.version(name)
+                except importlib.metadata.PackageNotFoundError:
+                    found[name] = "not installed"
+            return found
+
+        here = installed(PACKAGES)
+        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        task = self._ray.remote(num_cpus=0, max_retries=0)(installed)
+        nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        calls = [task.options(scheduling_strategy=affinity(node, soft=False)).remote(PACKAGES) for node in nodes]
+        silent = list(calls)
+        end = time.monotonic() + NODES_S
+        while silent and (left := end - time.monotonic()) > 0:
+            for call in self.wait(silent, left):
+                silent.remove(call)
+                there = self.result(call)
+                for name in ("Python", *PACKAGES):
+                    if there[name] != here[name]:
+                        raise SettingsError(
+                            f"{self._key}: a node of the cluster ({there['']}) has {name} {there[name]}, this process "
+                            f"{here[name]}; install the same constraints.txt on every node"
+                        )
+        if silent:
+            raise SettingsError(
+                f"{self._key}: {len(silent)} of {len(calls)} nodes of the cluster did not say within {NODES_S:g} s what "
+                "they have installed; look at `ray status`"
+            )
 
     def actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
         """A new actor of this class, never restarted by Ray. `options`: its resources, see `ray.remote`."""

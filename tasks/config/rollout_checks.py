@@ -43,13 +43,18 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
 
 
 def _check_cluster(policy: PolicySettings, settings: PipelineSettings, *, ask: bool) -> None:
-    """Ray is installed, its cluster answers (`ask`), or its object store here has room for the weights."""
+    """Ray is installed, its cluster answers (`ask`) and has our versions, or the store here has room for the weights."""
     from rl_core.rollout_workers.ray_cluster import check_store  # imports no Ray
-    from rl_core.rollout_workers.ray_session import check_address
+    from rl_core.rollout_workers.ray_session import RaySession
 
     check_ray()
     if policy.rollouts.address is not None and ask:
-        check_address(policy.rollouts.address)
+        session = RaySession(policy.rollouts.address, 0)
+        try:
+            session.begin()
+            session.check_versions()
+        finally:
+            session.close()
     elif policy.rollouts.address is None:
         check_store(weight_bytes(settings.model))
 

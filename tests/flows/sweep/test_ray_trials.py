@@ -46,6 +46,9 @@ class StandInSession:
     def begin(self):
         pass
 
+    def check_versions(self):
+        pass
+
     def nodes(self):
         return NODES
 
@@ -169,12 +172,20 @@ def test_more_trials_than_the_nodes_have_room_for_are_refused(monkeypatch, paral
     assert place._session.is_closed
 
 
-def test_a_node_with_other_versions_or_without_the_folder_is_one_line(tmp_path):
-    good = ray_trials._versions()
-    host = TrialHost(str(tmp_path / "none"), str(tmp_path / "log"), {}, good)
+def test_a_node_without_the_folder_is_one_line(tmp_path):
+    host = TrialHost(str(tmp_path / "none"), str(tmp_path / "log"), {})
     assert "does not see" in str(host.read()) and "storage that all nodes share" in str(host.do("is_alive"))
-    host = TrialHost(str(tmp_path), str(tmp_path / "log"), {}, {**good, "torch": "1.0"})
-    assert f"has torch {good['torch']}, the sweep 1.0; install the same constraints.txt" in str(host.read())
+
+
+def test_versions_of_a_cluster_are_asked_for_and_those_of_this_machine_are_not(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ray_trials, "check_ray", lambda *_: None)
+    monkeypatch.setattr(ray_trials, "RaySession", StandInSession)
+    monkeypatch.setattr(StandInSession, "check_versions", lambda self: asked.append(self.address))
+    settings = from_dict({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
+    for address in ("head:1", "local"):
+        RayTrials(address, 1, TrialResources()).open(settings)
+    assert asked == ["head:1"]
 
 
 def test_ray_that_is_missing_or_away_is_one_line(monkeypatch):

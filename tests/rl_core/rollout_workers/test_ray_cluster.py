@@ -1,5 +1,6 @@
 """Rollout workers as real Ray actors; skipped without Ray."""
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from helpers.worker_cluster import letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError, WorkerFailed
+from rl_core.rollout_workers import ray_session
 from rl_core.rollout_workers.ray_cluster import RayCluster, check_store
 from rl_core.rollout_workers.ray_session import LEAST_STORE, check_address
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
@@ -107,6 +109,31 @@ trainer.step()
 print(trainer.team.cluster._session.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.mark.slow
+def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch):
+    """On a real cluster of one node; another version here is as one there."""
+    before = leftovers()
+    session = ray_session.RaySession(None, 1)
+    session.begin()
+    try:
+        assert [node["CPU"] for node in session.nodes()] == [1.0]
+        session.check_versions()
+        monkeypatch.setattr(ray_session, "PACKAGES", ("torch", "no-such-package"))
+        session.check_versions()  # neither has it
+        known = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "torch" else known(name))
+        with pytest.raises(
+            SettingsError, match=r"address: a node of the cluster \(.*\) has torch 2.*, this process 9.9"
+        ):
+            session.check_versions()
+        monkeypatch.setattr(ray_session, "NODES_S", -1.0)
+        with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not say within"):
+            session.check_versions()
+    finally:
+        session.close()
+    assert leftovers() == before
 
 
 @pytest.mark.slow
