@@ -161,8 +161,8 @@ class RaySession:
                         )
         if silent:
             raise SettingsError(
-                f"{self._key}: {len(silent)} of {len(calls)} nodes of the cluster did not say within {NODES_S:g} s what "
-                "they have installed; look at `ray status`"
+                f"{self._key}: {len(silent)} of {len(calls)} nodes of the cluster did not say within {NODES_S:g} s "
+                "what they have installed; look at `ray status`"
             )
 
     def actor(self, kind: type, *arguments: Any, **options: Any) -> Any:

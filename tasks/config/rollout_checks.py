@@ -43,7 +43,7 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
 
 
 def _check_cluster(policy: PolicySettings, settings: PipelineSettings, *, ask: bool) -> None:
-    """Ray is installed, its cluster answers (`ask`) and has our versions, or the store here has room for the weights."""
+    """Ray is installed; its cluster answers and has our versions (`ask`), or the store here has room for weights."""
     from rl_core.rollout_workers.ray_cluster import check_store  # imports no Ray
     from rl_core.rollout_workers.ray_session import RaySession
 
