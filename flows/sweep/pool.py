@@ -133,8 +133,9 @@ class Worker:
 
     def ask_to_stop(self) -> None:
         """SIGTERM: it saves and ends. From any thread."""
-        if self._process is not None:
-            self._process.terminate()
+        process = self._process
+        if process is not None:
+            process.terminate()
 
     def close(self) -> None:
         """End the process; one that is at work is stopped first."""

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,7 @@ class RemoteTrialProcess:
     def __init__(self, session: RaySession, host: Any, stop: threading.Event) -> None:
         """`stop`: once set, a node that does not answer is not waited for."""
         self._session, self._host, self._stop, self._is_over = session, host, stop, False
+        self._found: deque[str] = deque()  # lines that nobody has taken yet
 
     @property
     def is_alive(self) -> bool:
@@ -119,9 +121,12 @@ class RemoteTrialProcess:
 
     def lines(self) -> Iterator[str]:
         """See `TrialProcess`. Raises: SettingsError, too, for a node that cannot run trials."""
-        while not self._is_over:
-            found, self._is_over = self._ask("read")
-            yield from found
+        while self._found or not self._is_over:
+            while self._found:
+                yield self._found.popleft()
+            if not self._is_over:
+                found, self._is_over = self._ask("read")
+                self._found.extend(found)
 
     def terminate(self) -> None:
         """See `TrialProcess`."""

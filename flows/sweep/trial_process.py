@@ -74,7 +74,8 @@ class LocalTrialProcess:
 
     def lines(self) -> Iterator[str]:
         """See `TrialProcess`."""
-        yield from self._events
+        for line in self._events:  # not `yield from`: a caller that goes would close the file
+            yield line
 
     def terminate(self) -> None:
         """See `TrialProcess`."""
