@@ -74,8 +74,7 @@ class LocalTrialProcess:
 
     def lines(self) -> Iterator[str]:
         """See `TrialProcess`."""
-        for line in self._events:  # not `yield from`: a caller that goes would close the file
-            yield line
+        yield from iter(self._events.readline, "")  # not from the file: a caller that goes would close it
 
     def terminate(self) -> None:
         """See `TrialProcess`."""
