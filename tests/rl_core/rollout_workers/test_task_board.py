@@ -64,8 +64,9 @@ def test_a_lost_task_is_played_again_unless_another_one_plays_it(clock):
     board.ended(0, played(0))
     clock.now = 9.0
     assert board.next() == 1
-    assert not board.lost(1) and board.next() is None  # the copy goes on
-    assert board.lost(1) and board.next() == 1
+    assert not board.lost(1) and board.next() == 1  # one goes on, and another free worker joins it
+    assert not board.lost(1) and board.lost(1)  # both are gone
+    assert board.next() == 1 and board.next() is None
     board.ended(1, played(1))
     assert not board.lost(1) and board.is_over
 
