@@ -20,7 +20,7 @@ from rl_core.errors import SettingsError, Stopped, WorkerFailed
 from rl_core.rollout_workers.cluster import WorkerLost
 from tasks.config import from_dict
 
-NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 2.0, "memory": 8e9, "GPU": 1.0}]
+NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 8e9, "GPU": 2.0}]
 # In the place of flows.sweep.worker: answers each job by what the job says.
 ECHO = """
 import json, os, sys
@@ -152,11 +152,11 @@ def test_a_sweep_that_stops_does_not_wait_for_a_silent_node(trials, tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "resources", "message"),
     [
-        (2, TrialResources(cpus=2, gpus=0.5), ""),
-        (3, TrialResources(cpus=2, gpus=0.5), r"--parallel 3: a trial holds 2 CPUs, .* GiB, 0.5 GPUs, and the 2 nodes"),
-        (3, TrialResources(cpus=2, gpus=0.0), ""),
-        (4, TrialResources(cpus=2, gpus=0.0), r"have room for 3 at a time; use --parallel 3, --trial-cpus or"),
-        (1, TrialResources(cpus=8, gpus=0.0), r"have room for 0 at a time; use --parallel 1, --trial-cpus"),
+        (4, TrialResources(cpus=2, gpus=0.5), ""),
+        (5, TrialResources(cpus=2, gpus=0.5), r"--parallel 5: a trial holds 2 CPUs, .* GiB, 0.5 GPUs, and the 2 nodes"),
+        (6, TrialResources(cpus=2, gpus=0.0), ""),
+        (7, TrialResources(cpus=2, gpus=0.0), r"have room for 6 at a time; use --parallel 6, --trial-cpus or"),
+        (1, TrialResources(cpus=16, gpus=0.0), r"have room for 0 at a time; use --parallel 1, --trial-cpus"),
     ],
 )
 def test_more_trials_than_the_nodes_have_room_for_are_refused(monkeypatch, parallel, resources, message):
