@@ -9,10 +9,11 @@ from typing import Any
 
 from rl_core.rollout_workers.cluster import WorkerCluster
 
-__all__ = ["HUNG_S", "Heartbeats"]
+__all__ = ["HUNG_S", "SILENT", "Heartbeats"]
 
 EVERY_S = 15.0  # between two questions to one worker
 HUNG_S = 120.0  # without an answer, until a worker counts as lost
+SILENT = f"no sign of life for {HUNG_S:g} s"  # how it was lost, for people
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerLost
-from rl_core.rollout_workers.heartbeats import HUNG_S
+from rl_core.rollout_workers.heartbeats import HUNG_S, SILENT
 from rl_core.rollout_workers.live_worker import WorkerProgress
 from rl_core.rollout_workers.sampler_probe import ProbeAnswer
 from rl_core.rollout_workers.team import RolloutTeam, _WorkerSeat
@@ -215,7 +215,7 @@ class RolloutStream(RolloutTeam):
         try:
             while not self.cluster.wait([call], 0.2):
                 if time.monotonic() > end:
-                    raise WorkerLost(f"no sign of life for {HUNG_S:g} s")
+                    raise WorkerLost(SILENT)
             return self._value(call)
         except WorkerLost as lost:
             mine = sorted(number for number, (_, other) in self._playing.items() if other is seat)

@@ -16,7 +16,7 @@ from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, Worke
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerCluster, WorkerLost
-from rl_core.rollout_workers.heartbeats import HUNG_S, Heartbeats
+from rl_core.rollout_workers.heartbeats import SILENT, Heartbeats
 from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, check_answers, check_trainer, play_probe
 from rl_core.rollout_workers.task_board import TaskBoard
 from rl_core.rollout_workers.weights import WeightUpdate, all_weights, digest_of, digests, pack, skeleton
@@ -162,9 +162,9 @@ class RolloutTeam:
         return board.results
 
     def _play_again(self, board: TaskBoard, number: int, seat: _WorkerSeat, how: str) -> None:
-        groups = len(board.tasks[number].plans) if board.lost(number) else 0
+        groups = len(board.tasks[number].plans) if board.lost(number) else 0  # 0 = another one plays them, too
         self.replayed_groups += groups
-        self._replace(seat, how, f"{groups} groups are played again" if groups else "another one plays its groups")
+        self._replace(seat, how, f"{groups} groups are played again")
 
     def _replace_silent(self, board: TaskBoard, running: dict[Any, tuple[_WorkerSeat, int]]) -> list[_WorkerSeat]:
         """Replace workers that play or are late and give no sign of life; returns their seats, which are free now."""
@@ -173,12 +173,10 @@ class RolloutTeam:
         silent = set(self._heartbeats.silent((seat.number, seat.worker) for seat in busy))
         found = [seat for seat in busy if seat.number in silent]
         for seat in found:
-            how = f"no sign of life for {HUNG_S:g} s"
-            if seat.late is None:
-                _, number = running.pop(calls[seat.number])
-                self._play_again(board, number, seat, how)
+            if seat.late is not None:
+                self._replace(seat, SILENT, "it was late")
             else:
-                self._replace(seat, how, "it was late")
+                self._play_again(board, running.pop(calls[seat.number])[1], seat, SILENT)
         return found
 
     def _come_back(self, seat: _WorkerSeat) -> None:
@@ -253,6 +251,10 @@ class RolloutTeam:
                     self._verify(seat, self._value(call))
                 except WorkerLost as lost:
                     self._replace(seat, str(lost), "it was taking new weights")
+            known = {seat.number: call for call, seat in calls.items() if seat.version >= 0}  # not one that begins
+            for number in self._heartbeats.silent((n, calls[call].worker) for n, call in known.items()):
+                seat = calls.pop(known[number])
+                self._replace(seat, SILENT, "it was taking new weights")
 
     def _verify(self, seat: _WorkerSeat, report: TransferReport) -> None:
         """Raises: SamplerMismatch where the worker has other weights, or samples from others."""

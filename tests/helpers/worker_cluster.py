@@ -40,7 +40,7 @@ class LocalCluster:
     def __init__(self, seed=0, lose=(), worker_class=RolloutWorker):
         self.random, self.lose, self.worker_class = random.Random(seed), set(lose), worker_class
         self.calls, self.workers, self.opened, self.closed, self.stopped = [], [], [], 0, 0
-        self.hung = []  # workers whose calls do not end
+        self.hung, self.hangs_at_play = [], None  # workers whose calls do not end, and one that will hang
 
     def open(self, num_bytes):
         self.opened.append(num_bytes)
@@ -56,6 +56,8 @@ class LocalCluster:
     def call(self, worker, method, *arguments):
         sent = [pickle.loads(a) if isinstance(a, bytes) else pickle.loads(pickle.dumps(a)) for a in arguments]
         self.calls.append((worker, method, sent))
+        if method == "play" and worker is self.hangs_at_play:
+            self.hung = [worker]
         return len(self.calls) - 1
 
     def ping(self, worker):

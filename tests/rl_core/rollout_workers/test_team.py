@@ -102,9 +102,9 @@ def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_tha
     rows, late = [], []
     for iteration in range(5):
         if iteration == 1:
-            cluster.hung = [cluster.workers[1]]  # in the middle of a task
+            cluster.hangs_at_play = cluster.workers[1]
         if iteration == 3:
-            cluster.hung = []
+            cluster.hung, cluster.hangs_at_play = [], None
         found, last = bits(trainer, 1)
         rows += found
         late.append(trainer.team.metrics()["perf/late_workers"])
@@ -113,7 +113,7 @@ def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_tha
     assert [seat.version for seat in trainer.team._seats] == [4, 4]
     updates = [update.number for worker, name, (update, *_) in cluster.calls
                if name == "load" and worker is cluster.workers[1]]  # fmt: skip
-    assert updates == [0, 3, 4], "nothing was sent to it while it was late"
+    assert updates == [0, 1, 3, 4], "nothing was sent to it while it was late"
 
 
 @pytest.mark.parametrize("count", [1, 2])
