@@ -146,7 +146,10 @@ def update_phases(
     if share > 1:  # full gradients of what is gathered, then each process its rows
         gathered = whole // max(1, place.item) * 4
         busiest["gradients"] = -(-busiest["gradients"] // share) + min(busiest["gradients"], gathered)
-    backward = {**beside, **held, "gathered weights": whole, **busiest, "holes of the heap": activations.holes}
+    # What the last step's gradients have left in glibc's heap is cut up by the moments and fits no activation.
+    freed = min(-(-gradients // share), kept) if place.device == "cpu" else 0
+    heap = {"holes of the heap": activations.holes, "freed gradients": freed}
+    backward = {**beside, **held, "gathered weights": whole, **busiest, **heap}
     temporary = _optimizer_temporary(shape, settings)
     update = {**beside, **held, "gradients": -(-gradients // share), "optimizer temporaries": temporary}
     moments = held.get("optimizer moments", 0) + 4 * shape.trainable // share
