@@ -240,8 +240,8 @@ def test_all_stages_of_a_pipeline_are_planned_or_named():
 
 def test_thoughts_by_hand():
     """3 episodes of 8 + 20 tokens: each answer with and without its thought, 2 rows a turn."""
-    thoughts = {"iterations": 5, "episodes_per_iteration": 3, "eval_every": 0, "patience": None, "validation_episodes": 2,
-                "check_episodes": 2, "sampling": {"max_completion_tokens": 20}}  # fmt: skip
+    thoughts = {"iterations": 5, "episodes_per_iteration": 3, "eval_every": 0, "patience": None,
+                "validation_episodes": 2, "check_episodes": 2, "sampling": {"max_completion_tokens": 20}}  # fmt: skip
     plan = planned({"sft": {}, "thoughts": thoughts}, lengths=Lengths(prompt=8, completion=20))
     work = plan.work
     assert work.updates == 5 and work.trained_tokens == 5 * 6 * 28
@@ -286,8 +286,9 @@ def test_networks_by_hand(monkeypatch):
     def cannot_be_made(settings):
         raise SettingsError("environment: cannot be made")
 
+    whole = settings_of({"network": settings})
     monkeypatch.setattr("rl_core.networks.making.spaces_of", cannot_be_made)
-    left_out = plan_pipeline(settings_of({"network": settings}), roomy(), Lengths()).left_out
+    left_out = plan_pipeline(whole, roomy(), Lengths()).left_out
     assert left_out == ("prepare_data", "network (environment: cannot be made)")
 
 
