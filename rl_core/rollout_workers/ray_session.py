@@ -27,6 +27,7 @@ STARTS = 3  # attempts to start Ray, which gives up after 30 s where the machine
 PACKAGES = ("torch", "transformers")  # whose versions have to be the same on every node
 NODES_S = 120.0  # for nodes to say what they have installed: each starts a process for it
 CONNECT_S = 3.0  # for a cluster's address to take a connection
+_BUSY = ("timed out", "connect to GCS")  # in the text of a start that a busy machine was too slow for
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
@@ -88,7 +89,7 @@ class RaySession:
                     )  # fmt: skip
                     break
                 except Exception as error:  # Ray's own class for it: its node was not there within 30 s
-                    if "timed out" not in str(error):
+                    if not any(sign in str(error) for sign in _BUSY):
                         raise
                     ray.shutdown()
                     if not left:

@@ -213,8 +213,9 @@ class BusyRay:
 
 
 def test_a_busy_machine_gets_more_time_to_start(monkeypatch):
-    for failures, started in ((0, 1), (2, 3)):
-        busy = BusyRay(failures)
+    lost = "System error: Failed to connect to GCS. Please check if the GCS server is running"
+    for failures, started, *message in ((0, 1), (2, 3), (2, 3, lost)):
+        busy = BusyRay(failures, *message)
         monkeypatch.setitem(sys.modules, "ray", busy)
         cluster = RayCluster(SETTINGS)
         cluster.open(0)
