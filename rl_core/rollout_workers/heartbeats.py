@@ -17,7 +17,7 @@ SILENT = f"no sign of life for {HUNG_S:g} s"  # how it was lost, for people
 
 
 @dataclass
-class _Question:
+class _Heartbeat:
     call: Any
     asked: float
 
@@ -28,7 +28,7 @@ class Heartbeats:
 
     cluster: WorkerCluster
     clock: Callable[[], float] = time.monotonic
-    _open: dict[int, _Question] = field(default_factory=dict)
+    _open: dict[int, _Heartbeat] = field(default_factory=dict)
     _last: dict[int, float] = field(default_factory=dict)  # when each was asked, or began
 
     def silent(self, workers: Iterable[tuple[int, Any]]) -> list[int]:
@@ -38,7 +38,7 @@ class Heartbeats:
             question = self._open.get(number)
             if question is None:
                 if now - self._last.setdefault(number, now) >= EVERY_S:
-                    self._open[number] = _Question(self.cluster.ping(worker), now)
+                    self._open[number] = _Heartbeat(self.cluster.ping(worker), now)
             elif self.cluster.wait([question.call], 0.0):
                 del self._open[number]
                 self._last[number] = now
