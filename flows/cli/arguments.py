@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ __all__ = [
     "add_stop_after",
     "port",
     "positive",
+    "positive_number",
     "seconds",
     "stage_name",
 ]
@@ -158,6 +160,17 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def port(text: str) -> int:

@@ -13,6 +13,7 @@ from flows.cli.arguments import (
     add_quiet,
     add_stop_after,
     positive,
+    positive_number,
     stage_name,
 )
 
@@ -55,6 +56,18 @@ def _add_sweep(commands: Any) -> None:
     )
     parser.add_argument("--minimize", action="store_true", help="the smallest value of --metric is best")
     parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="trials at a time (default: 1)")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run trials on the nodes of a Ray cluster: host:port of its head, auto, or local for one of its own here",
+    )
+    parser.add_argument("--trial-cpus", type=positive, metavar="N", help="CPUs of a trial on Ray (default: 1)")
+    parser.add_argument(
+        "--trial-gpus",
+        type=positive_number,
+        metavar="N",
+        help="GPUs of a trial on Ray, or a share of one (default: 1, if any)",
+    )
     parser.add_argument(
         "--finalists",
         type=positive,

@@ -18,6 +18,7 @@ from rl_core.errors import SettingsError
 from tasks import stage_registry
 
 if TYPE_CHECKING:
+    from flows.sweep.ray_trials import TrialResources
     from tasks.config import PipelineSettings
 
 __all__ = [
@@ -126,11 +127,26 @@ def sweep(arguments: argparse.Namespace) -> int:
     loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base))
     from flows.sweep.conduct import run_sweep
 
-    result = run_sweep(plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet)
+    result = run_sweep(
+        plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet, ray=arguments.ray,
+        resources=_resources(arguments),
+    )  # fmt: skip
     print(result.text)
     if result.pipeline is not None:
         print(result.pipeline.table())
     return 0 if result.ok else 1
+
+
+def _resources(arguments: argparse.Namespace) -> TrialResources | None:
+    """Resources of a trial on Ray; None = no cluster was asked for."""
+    from flows.sweep.ray_trials import TrialResources
+
+    if arguments.ray is None:
+        for name in ("trial_cpus", "trial_gpus"):
+            if getattr(arguments, name) is not None:
+                raise SettingsError(f"--{name.replace('_', '-')}: is of a Ray cluster; name it with --ray")
+        return None
+    return TrialResources(cpus=arguments.trial_cpus or 1, gpus=arguments.trial_gpus)
 
 
 def retrain(arguments: argparse.Namespace) -> int:

@@ -11,11 +11,13 @@ from flows.operations.services import ServiceSpec, ask, base_environment
 from rl_core.errors import SettingsError
 from rl_core.settings import RolloutSettings
 from tasks.config import PipelineSettings
+from tasks.config.files import adapter_rank
 from tasks.shipped import shipped
 from tasks.tracking import is_registered_reference
 
 __all__ = ["check_startable", "inference_server"]
 
+MOST_RANK = 512  # of an adapter, as deployments/vllm/start.py takes it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,6 +44,11 @@ def check_startable(settings: PipelineSettings) -> None:
             f"--rollouts: model.path is {model or 'left out'}, and the server starts from a folder or a hub name; "
             "name one"
         )
+    if (rank := adapter_rank(settings.model)) > MOST_RANK:
+        raise SettingsError(
+            f"--rollouts: model.lora.rank is {rank}, and vLLM takes adapters up to {MOST_RANK}; set a lower rank, or "
+            "modules_to_save, with which whole weights are sent"
+        )
 
 
 def inference_server(settings: PipelineSettings, output: Path, mlflow: str) -> list[ServiceSpec]:
@@ -53,8 +60,8 @@ def inference_server(settings: PipelineSettings, output: Path, mlflow: str) -> l
         str(Path(str(server.python)).expanduser()), "--model", str(model.path), "--host", str(url.hostname), "--port",
         str(url.port), "--dtype", model.dtype,
     ]  # fmt: skip
-    if model.lora is not None and model.lora.served_rank:
-        command += ["--lora-rank", str(model.lora.served_rank)]
+    if rank := adapter_rank(model):
+        command += ["--lora-rank", str(rank)]
     if server.sleeps:
         command += ["--sleeps"]
     if model.trust_remote_code:

@@ -57,7 +57,7 @@ class ClusterLayout:
     refill: bool = True  # asynchronous: free slots take the next groups; False = when all of a run have ended
     shares_gpus: bool = False  # synchronous: workers and trainers are the same GPUs, which change their work
     cores: int | None = None  # that all processes share; None = each has its own machine
-    crowding: float = 1.0  # of shared cores: factor on the time of a process while another one computes, too
+    crowding: tuple[float, ...] = ()  # of shared cores: times as long as alone, where 1, 2, 3 ... processes compute
 
     def __post_init__(self) -> None:
         """Raises: SettingsError for a run that cannot be."""
@@ -66,6 +66,14 @@ class ClusterLayout:
                 raise SettingsError(f"{name}: {getattr(self, name)} must be at least 1")
         if self.shares_gpus and self.max_staleness:
             raise SettingsError("shares_gpus: rollouts beside updates need GPUs of their own; set max_staleness 0")
+
+    def slowdown(self, count: int) -> float:
+        """Factor on a slice of a core while `count` processes want one; waiting for a free core comes on top."""
+        assert self.cores is not None
+        if not self.crowding:
+            return 1.0
+        known = min(count, len(self.crowding))
+        return self.crowding[known - 1] * min(1.0, self.cores / known)
 
     @property
     def gpus(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from flows.planning.plan_target import Lengths, Target
 from flows.planning.stage_plans import StagePlan, plan_stage
 from rl_core.errors import SettingsError
-from rl_core.settings import LoopSettings, LoraSettings, OptimizerSettings, PolicySettings
+from rl_core.settings import LoopSettings, LoraSettings, NetworkSettings, OptimizerSettings, PolicySettings
 from rl_core.settings.launch import LaunchSettings
 from tasks.config import PipelineSettings
 
@@ -80,6 +80,8 @@ _Candidate = tuple[str, str, list[Any], Callable[[Any], PipelineSettings]]
 def _candidates(name: str, settings: PipelineSettings, target: Target) -> Iterator[_Candidate]:
     """(words, key, values from the mildest on, settings with a value) of every change that the stage allows."""
     block = getattr(settings.stages, name)
+    if isinstance(block, NetworkSettings):  # small networks of another kind, in one process
+        return
 
     def with_block(**changes: Any) -> PipelineSettings:
         stages = settings.stages.with_stages({name: dataclasses.replace(block, **changes)})

@@ -60,9 +60,10 @@ def plan_text(plan: PipelinePlan, target: Target, changes: Mapping[str, Sequence
         lines += ["", *_stage_lines(one, target)]
         for change in changes.get(one.name, ()):
             lines.append(_change_line(change))
-    total = _total([one.time for one in plan.stages])
-    if total:
-        lines += ["", f"all of them: {total}"]
+    unknown = [one.name for one in plan.stages if one.time is None]
+    if total := _total([one.time for one in plan.stages if one.time is not None]):
+        but = f" but {', '.join(unknown)}" if unknown else ""
+        lines += ["", f"all of them{but}: {total}"]
     if plan.left_out:
         lines += ["", f"not planned: {', '.join(plan.left_out)}"]
     return "\n".join(lines)
@@ -109,9 +110,8 @@ def _change_line(change: FittingChange) -> str:
     return f"  -> {change.yaml}    # {change.words}: saves {_size(change.saved_bytes)}, {cost}{enough}"
 
 
-def _total(times: Sequence[StageTime | None]) -> str:
-    known = [time for time in times if time is not None]
-    if not known or len(known) < len(times):
+def _total(known: Sequence[StageTime]) -> str:
+    if not known:
         return ""
     highs, likely = [time.high for time in known], [time.likely for time in known]
     return _interval(

@@ -54,6 +54,7 @@ class SimulatedGroup:
 
     number: int
     plays: int = 0  # times that it was given up as too old
+    slow: int | None = None  # number of the worker that was too slow for it then
     sequences: list[SimulatedSequence] = field(default_factory=list)
     left: int = 0  # sequences that have not ended
     oldest: int = 0  # version that one of its sequences was begun with; known when it has ended
@@ -89,7 +90,8 @@ class SimulatedWorld:
             with self.cores.request() as request:
                 yield request
                 part = min(left, SLICE_S)
-                yield self.env.timeout(part * (self.layout.crowding if self.cores.count > 1 else 1.0))
+                computing = self.cores.count + len(self.cores.queue)
+                yield self.env.timeout(part * self.layout.slowdown(computing))
             left -= part
             if wake is not None and wake.triggered:
                 break

@@ -125,7 +125,8 @@ class _SimulatedTrainer:
     def receive(self, group: SimulatedGroup) -> None:
         """Take a finished group."""
         if group.number in self._playing:
-            self._loads[self._playing.pop(group.number)] -= 1
+            group.slow = self._playing.pop(group.number)
+            self._loads[group.slow] -= 1
         self._awaited -= group.plays >= PATIENCE
         self._finished.append(group)
         if not self._arrived.triggered:
@@ -149,7 +150,9 @@ class _SimulatedTrainer:
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
-            yield self.env.all_of([self.env.process(worker.load()) for worker in self.workers])
+            loads = [self.env.process(worker.load()) for worker in self.workers]
+            self._busy_s += yield from self.world.compute(rates.verify_seconds)
+            yield self.env.all_of(loads)
             self._finished = []
             groups = [self._draw() for _ in range(layout.prompts)]
             tasks = deque(_cut(groups, layout.workers, layout.tasks_each))
@@ -162,8 +165,11 @@ class _SimulatedTrainer:
                 yield self.env.timeout(rates.switch_seconds)
 
     def _serve(self, worker: SimulatedWorker, tasks: deque[list[SimulatedGroup]]) -> Iterator[Any]:
+        rates = self.world.rates
         while tasks:
-            yield from worker.play(tasks.popleft())
+            groups = tasks.popleft()
+            yield from worker.play(groups)
+            yield from self.world.compute(rates.call_seconds + len(groups) * rates.group_seconds)
 
     # Asynchronous: tickets ahead of the trainer
 
@@ -177,6 +183,7 @@ class _SimulatedTrainer:
             self._busy_s += yield from self.world.compute(rates.publish_seconds)
             for worker in self.workers:
                 worker.send(self.iteration)
+            self._busy_s += yield from self.world.compute(rates.verify_seconds)
             taken: list[SimulatedGroup] = []
             while len(taken) < layout.prompts:
                 self._draw_ahead(len(taken))
@@ -184,6 +191,7 @@ class _SimulatedTrainer:
                 stale = self.run.stale_groups
                 found = self._ripe(layout.prompts - len(taken))
                 taken += found
+                self._busy_s += yield from self.world.compute(len(found) * rates.group_seconds)
                 if not found and stale == self.run.stale_groups:
                     yield self._arrived
                     self._arrived = self.env.event()
@@ -195,7 +203,9 @@ class _SimulatedTrainer:
         if again is None:
             self._next += 1
         tokens, tools = self.sizes.draw(self.seed, number, self.layout.group_size)
-        group = SimulatedGroup(number, 0 if again is None else again.plays + 1, left=self.layout.group_size)
+        group = SimulatedGroup(number, left=self.layout.group_size)
+        if again is not None:
+            group.plays, group.slow = again.plays + 1, again.slow if self.layout.workers > 1 else None
         group.sequences = [
             SimulatedSequence(group, row, waits) for row, waits in zip(tokens.tolist(), tools.tolist(), strict=True)
         ]
@@ -207,20 +217,30 @@ class _SimulatedTrainer:
             self._queue.append(self._draw())
 
     def _hand_out(self) -> None:
-        """Groups to the workers with the fewest, up to an even share of what may be under way."""
+        """Groups to the workers with the fewest, up to an even share of what may be under way; see `RolloutStream`."""
         layout = self.layout
         most = math.ceil(layout.prompts * (layout.max_staleness + 1) / layout.workers)
         at_once = math.ceil(layout.prompts / layout.workers)
         by_load = [(load, number) for number, load in enumerate(self._loads)] if self._queue else []
         heapq.heapify(by_load)
         given: dict[int, list[SimulatedGroup]] = {}
-        while self._queue and by_load[0][0] < most:
+        while self._queue:
+            group = self._queue[0]
+            slow = heapq.heappop(by_load) if by_load[0][1] == group.slow else None
+            if slow is not None and slow[0] < most <= by_load[0][0] and group.plays < PATIENCE:
+                heapq.heappush(by_load, slow)  # it alone has room
+                slow = None
             load, number = by_load[0]
-            heapq.heapreplace(by_load, (load + 1, number))
-            group = self._queue.popleft()
-            given.setdefault(number, []).append(group)
-            self._playing[group.number] = number
-            self._loads[number] += 1
+            is_given = load < most or group.plays >= PATIENCE
+            if is_given:
+                heapq.heapreplace(by_load, (load + 1, number))
+                given.setdefault(number, []).append(self._queue.popleft())
+                self._playing[group.number] = number
+                self._loads[number] += 1
+            if slow is not None:
+                heapq.heappush(by_load, slow)
+            if not is_given:
+                break
         for number, groups in given.items():
             self.workers[number].begin(groups, at_once)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -60,8 +60,8 @@ class OrderBody(_TokenBody):
 
     method: Name
     kwargs: dict[str, str] = {}
-    args: list[Any] = []
-    timeout: Finite | None = None
+    args: list[str] = []
+    timeout: Annotated[Finite, Field(gt=0)] | None = None  # seconds
 
 
 class AdapterBody(_TokenBody):

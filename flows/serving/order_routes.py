@@ -49,7 +49,7 @@ async def _tokenize(request: Request) -> Response:
 async def _collective_rpc(request: Request) -> Response:
     server, orders = _parts(request)
     body = read_json_body(OrderBody, await whole_body(server, request))
-    return JSONResponse({"results": [await orders.take(body.method, body.kwargs)]})
+    return JSONResponse({"results": [await orders.take(body.method, body.args, body.kwargs, body.timeout)]})
 
 
 async def _load_adapter(request: Request) -> Response:

@@ -7,9 +7,10 @@ import copy
 import dataclasses
 import importlib.metadata
 import inspect
+import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rl_core.rollout_workers.weight_folders import folder_digest
 
 __all__ = ["RolloutOrders"]
 
+log = logging.getLogger(__name__)
+
 TAKEOVER_S = 120.0  # until new weights answer; requests that have begun end first
 ANY_RANK = 2**16
 _ASLEEP = "the server sleeps; POST /wake_up"
@@ -42,6 +45,7 @@ class RolloutOrders:
         self._base: ServedModel | None = None  # as the server began
         self._weights = ""  # digest of those that an order has loaded
         self._adapter: str | None = None  # name of the one that answers
+        self.is_asleep = False  # True = memory of the engine is given up
         self._methods: Mapping[str, Callable[..., dict[str, Any]]] = {
             "posttrain_describe": self.describe, "posttrain_state": self.state,
             "posttrain_load_weights": self.load_weights, "posttrain_read_weights": self.read_weights,
@@ -57,16 +61,27 @@ class RolloutOrders:
                     code="model_not_found",
                 )  # fmt: skip
 
-    async def take(self, method: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-        """Answer to an order. Raises: RefusedRequest (404, 409, 422, 503)."""
+    async def take(
+        self, method: str, positional: Sequence[str], named: Mapping[str, str], timeout_s: float | None
+    ) -> dict[str, Any]:
+        """Answer to an order. Raises: RefusedRequest (404, 409, 422, 503; 504 after `timeout_s`, while it goes on)."""
         self.check_taken()
         if method not in self._methods:
             raise RefusedRequest(404, f"method: there is no '{method[:200]}'; known: {', '.join(self._methods)}")
         try:
-            inspect.signature(self._methods[method]).bind(**arguments)
+            inspect.signature(self._methods[method]).bind(*positional, **named)
         except TypeError as error:
-            raise RefusedRequest(422, f"kwargs: {error}", param="kwargs") from None
-        return await self.one_by_one(self._methods[method], **arguments)
+            where = "args" if positional else "kwargs"
+            raise RefusedRequest(422, f"{where}: {error}", param=where) from None
+        order = asyncio.ensure_future(self.one_by_one(self._methods[method], *positional, **named))
+        try:
+            found: dict[str, Any] = await asyncio.wait_for(asyncio.shield(order), timeout_s)
+        except TimeoutError:
+            order.add_done_callback(_log_failure)
+            raise RefusedRequest(
+                504, f"timeout: '{method}' takes longer than {timeout_s:g} s; it goes on", param="timeout"
+            ) from None
+        return found
 
     async def one_by_one(self, order: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Result of an order, on a thread. Raises: RefusedRequest."""
@@ -87,6 +102,8 @@ class RolloutOrders:
             raise RefusedRequest(404, "orders of a trainer are not taken here; start with --set serving.rollouts=true")
         if self._server.model is None:
             raise RefusedRequest(503, self._server.waits_for, code="not_ready", retry_after=5)
+        if self._server.answering is None and not self.is_asleep:
+            raise RefusedRequest(503, "the model begins to answer", code="not_ready", retry_after=1)
 
     # -- orders to the workers -----------------------------------------------------------------------------------------
 
@@ -149,15 +166,11 @@ class RolloutOrders:
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_asleep(self) -> bool:
-        """True = memory of the engine is given up."""
-        return self._server.model is not None and self._server.answering is None
-
     def sleep(self) -> None:
         """Give up the engine's memory; requests are refused until `wake`."""
         if not self.is_asleep and self._server.answering is not None:
             self._start()
+            self.is_asleep = True
             answering, self._server.answering = self._server.answering, None
             self._server.waits_for = _ASLEEP
             answering.close()
@@ -167,6 +180,7 @@ class RolloutOrders:
         if self.is_asleep:
             assert self._server.model is not None
             self._server.answering = Answering(self._server.model, self._server.settings)
+            self.is_asleep = False
 
     def _start(self) -> ServedModel:
         """The model as the server began."""
@@ -191,6 +205,12 @@ class RolloutOrders:
             if time.monotonic() > end or not answering.is_alive:
                 raise RefusedRequest(503, "the weights were not taken over; the server's log says why")
             time.sleep(0.002)
+
+
+def _log_failure(order: asyncio.Future[Any]) -> None:
+    """Note how an order failed that nobody waits for any more."""
+    if not order.cancelled() and (error := order.exception()) is not None:
+        log.warning("an order whose caller has given up failed: %s", error)
 
 
 def _checked(folder: str) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,16 +26,17 @@ from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.stopped_state import name_stopped
 from flows.sweep.confirm import choose
 from flows.sweep.plan import SweepPlan, label_of
-from flows.sweep.pool import Worker, check_memory, device_of, free_memory, trial_bytes
+from flows.sweep.pool import LocalTrials, Worker, free_memory, trial_bytes
+from flows.sweep.ray_trials import RayTrials, TrialResources
 from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.schedule import Schedule, Unit
 from flows.sweep.search import make_search
 from flows.sweep.space import grid
 from flows.sweep.sweep_report import FILES, markdown, outcome_line, rows_of, table, write_files
 from flows.sweep.trial import TrialJob
+from flows.sweep.trial_process import NodeLost
 from flows.sweep.winner import SweepChoice
 from rl_core.errors import Stopped, WorkerFailed
-from rl_core.importing import child_import_path
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.lifecycle.dead_runs import close_dead_runs
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 _MEMORY_SECONDS = 2.0  # between two looks at the free memory
+_NODES_LOST = 3  # by one trial, which then has failed
 
 
 @dataclass(frozen=True)
@@ -73,30 +74,38 @@ class _SweepJob:
     base: PipelineSettings
     parallel: int
     gate: bool
+    place: LocalTrials | RayTrials
 
 
 _asked: contextvars.ContextVar[_SweepJob | None] = contextvars.ContextVar("_asked", default=None)
 
 
-def run_sweep(plan: SweepPlan, *, parallel: int = 1, gate: bool = True, quiet: bool = False) -> SweepResult:
+def run_sweep(
+    plan: SweepPlan, *, parallel: int = 1, gate: bool = True, quiet: bool = False, ray: str | None = None,
+    resources: TrialResources | None = None,
+) -> SweepResult:  # fmt: skip
     """Run the flow in this process, with live progress.
 
     Args:
         parallel: trials at a time, in processes of their own.
         gate: offer the winner to the promotion gate, where the pipeline has one.
+        ray: address of the Ray cluster that trials run on, see `RayTrials`; None = this machine.
+        resources: of a trial on the cluster; memory as counted.
     Raises: SettingsError before anything runs; FolderBusy; Stopped with the state saved.
     """
     base = plan.base()
-    check_memory(parallel, base)
-    if plan.method == "grid":
-        for params in grid(plan.dimensions):
-            plan.settings_of(params, 0)
-    token = _asked.set(_SweepJob(plan, base, parallel, gate))
+    plan.check_settings()
+    place: LocalTrials | RayTrials = LocalTrials(parallel)
+    if ray is not None:
+        place = RayTrials(ray, parallel, resources or TrialResources())
+    place.open(base)
+    token = _asked.set(_SweepJob(plan, base, parallel, gate, place))
     try:
         with watched(quiet=quiet):
             result: SweepResult = outlived.run(lambda: sweep(base.name, [label_of(_shown(plan))]))
     finally:
         _asked.reset(token)
+        place.close()
     return result
 
 
@@ -127,15 +136,13 @@ class _Sweep:
 
     def __init__(self, asked: _SweepJob) -> None:
         self.plan, self.base, self.parallel, self.gate = asked.plan, asked.base, asked.parallel, asked.gate
+        self.place = asked.place
         self.home = self.plan.home(self.base)
         self.record = SweepRecord(self.home)
         self.tracking = Tracking(self.base.tracking.uri, Path(self.base.output), self.base.experiment)
         self.stop = threading.Event()
         self.peak = trial_bytes(self.base)
-        self.workers = [
-            Worker(self.home / f"worker-{index}.log", self._environment(index), self.stop)
-            for index in range(self.parallel)
-        ]
+        self.workers = [self._worker(index) for index in range(self.parallel)]
         self.errors: list[BaseException] = []
         self.running: dict[int, str] = {}  # lane -> what it does
         self.shown: tuple[int, int, str] | None = None  # on the terminal
@@ -167,9 +174,7 @@ class _Sweep:
 
     def _threads(self) -> int | None:
         """Threads of a trial; noted with the sweep, as sums depend on them."""
-        if self.parallel == 1 or self.base.threads is not None:
-            return None
-        return max(1, (os.cpu_count() or 1) // self.parallel)
+        return self.place.threads if self.base.threads is None else None
 
     def _open_run(self) -> RunTracker:
         """The sweep's run in the tracking store, above those of its trials."""
@@ -246,7 +251,7 @@ class _Sweep:
     def _has_memory(self, schedule: Schedule, index: int) -> bool:
         """Wait until another trial fits; False = the sweep stops. One alone always begins."""
         said = False
-        while index > 0 and schedule.running > 1 and free_memory() < self.peak:
+        while self.place.shares_memory and index > 0 and schedule.running > 1 and free_memory() < self.peak:
             if not said:
                 logger.warning(
                     "a trial waits: %.1f GiB are free, it takes %.1f", free_memory() / 2**30, self.peak / 2**30
@@ -258,16 +263,21 @@ class _Sweep:
 
     def _run_unit(self, schedule: Schedule, unit: Unit, index: int) -> None:
         label = f"{label_of(unit.params)}, seed {unit.seed}"
-        job = self._job(unit.number, unit.seed, unit.settings, tags={
-            f"sweep.{key}"[:250]: value[:250] for key, value in unit.params.items()
-        })  # fmt: skip
+        tags = {f"sweep.{key}"[:250]: value[:250] for key, value in unit.params.items()}
 
         def progress(stage: str, done: int, total: int, message: str) -> None:
             self.running[index] = f"{label_of(unit.params)} s{unit.seed} {stage} {done}/{total}"
 
         @task(name="trial", task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
         def trial() -> dict[str, Any]:
-            return self.workers[index].run(job, lambda value: schedule.goes_on(unit, value), progress)
+            for left in reversed(range(_NODES_LOST)):  # the job anew each time: it knows the rungs that were reached
+                job = self._job(unit.number, unit.seed, unit.settings, tags=tags)
+                try:
+                    return self.workers[index].run(job, lambda value: schedule.goes_on(unit, value), progress)
+                except NodeLost as lost:
+                    what = "it goes on elsewhere, from its checkpoints" if left else "it is given up"
+                    say(f"{label}: the node of the trial was lost ({lost}); {what}")
+            raise WorkerFailed(f"the node of the trial was lost {_NODES_LOST} times")
 
         try:
             fields = trial()
@@ -284,17 +294,10 @@ class _Sweep:
             TrialOutcome(number=unit.number, seed=unit.seed, params=unit.params, **{**fields, "rungs": rungs})
         )
 
-    def _environment(self, index: int) -> dict[str, str]:
-        """Environment of a lane's worker: with several GPUs, one each."""
-        environment = {**os.environ, "PYTHONPATH": child_import_path()}
-        if self.parallel > 1:
-            import torch
-
-            visible = environment.get("CUDA_VISIBLE_DEVICES")
-            device = device_of(index, visible, torch.cuda.device_count())
-            if device is not None:
-                environment["CUDA_VISIBLE_DEVICES"] = device
-        return environment
+    def _worker(self, index: int) -> Worker:
+        """The worker of a lane."""
+        log = self.home / f"worker-{index}.log"
+        return Worker(log, lambda: self.place.start(index, self.home, log, self.stop), self.stop)
 
     def _job(
         self, number: int, seed: int, settings: PipelineSettings, *, tags: Mapping[str, str] | None = None, **more: Any

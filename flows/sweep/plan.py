@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.sweep.search import Method
-from flows.sweep.space import Dimension, Params
+from flows.sweep.space import Dimension, Params, grid
 from rl_core.environments import make
 from rl_core.errors import SettingsError, nearest
 from tasks.config import PipelineSettings, load, resolve, settings_digest
@@ -59,6 +59,27 @@ class SweepPlan:
                 f"--metric {self.metric} is measured by the stage evaluate; add stages.evaluate: {{}} to the "
                 "configuration, or name a metric that training logs, as in --metric eval/loss --minimize"
             )
+
+    def check_settings(self) -> None:
+        """Look at what trials will be set to, before any begins: all of a grid, else each setting by itself.
+
+        Raises: ConfigError for a combination of a grid, or a setting none of whose values can be.
+        """
+        if self.method == "grid":
+            for params in grid(self.dimensions):
+                self.settings_of(params, 0)
+            return
+        for dimension in self.dimensions:
+            problem: SettingsError | None = None
+            for value in dimension.samples():
+                try:
+                    self.settings_of({dimension.key: value}, 0)
+                    break
+                except SettingsError as error:  # it may go together with a value of another setting
+                    problem = problem or error
+            else:
+                assert problem is not None
+                raise problem
 
     def identity(self, base: PipelineSettings) -> str:
         """Name of the sweep's folder. More trials or seeds of the same space are the same sweep."""

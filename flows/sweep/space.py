@@ -51,6 +51,13 @@ class Dimension:
             return value
         return str(int(value)) if self.is_whole else repr(float(value))
 
+    def samples(self) -> tuple[str, ...]:
+        """All values of a list; the middle of a range and its ends."""
+        if not self.is_range:
+            return self.choices
+        middle = math.sqrt(self.low * self.high) if self.is_log else (self.low + self.high) / 2
+        return tuple(self.text(value) for value in (middle, self.low, self.high))
+
     def grid_values(self) -> tuple[str, ...]:
         """All values of a list; the points of a range. Raises: SettingsError for a range without points."""
         if not self.is_range:

@@ -28,6 +28,8 @@ PERF = MetricGroup(
         Metric("perf/weight_bytes", "bytes", "Weights sent by the newest transfer: changed tensors alone."),
         Metric("perf/lost_workers", "processes", "Rollout workers lost since the start, each replaced by another.",
                "It grows: look at the memory of their machine, and at what the environment does."),
+        Metric("perf/late_workers", "processes", "Rollout workers whose task another one has played meanwhile.",
+               "Often above 0: their machine is slower than the others."),
         Metric("perf/replayed_groups", "groups", "Groups played again since the start because their worker was lost."),
         Metric("perf/stale_groups", "groups",
                "Groups played again since the start because they were older than `rollouts.max_staleness`.",

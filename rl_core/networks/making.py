@@ -9,6 +9,7 @@ from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.optional_packages import require_module
 from rl_core.errors import SettingsError
 from rl_core.importing import import_named
+from rl_core.networks.actor_critic import ActionSpace
 from rl_core.networks.spaces import action_space, observation_size
 from rl_core.networks.vector_environment import DISABLED
 from rl_core.settings import NetworkSettings
@@ -22,6 +23,7 @@ __all__ = [
     "environment_name",
     "make_vector",
     "single_maker",
+    "spaces_of",
 ]
 
 EnvironmentMaker = Callable[[], Any]  # a gymnasium.Env, a new one at each call
@@ -70,14 +72,19 @@ def environment_name(settings: NetworkSettings) -> str:
 
 def check_environment(settings: NetworkSettings) -> None:
     """Make one environment and look at its spaces. Raises: SettingsError naming the setting."""
+    spaces_of(settings)
+
+
+def spaces_of(settings: NetworkSettings) -> tuple[int, ActionSpace]:
+    """Numbers of an observation, and the actions, of one environment. Raises: SettingsError naming the setting."""
     maker = single_maker(settings)
     try:
         environment = maker()
     except Exception as error:
         raise SettingsError(_refusal(error)) from error
     try:
-        action_space(environment.action_space)
-        observation_size(environment.observation_space)
+        actions = action_space(environment.action_space)
+        return observation_size(environment.observation_space), actions
     finally:
         environment.close()
 

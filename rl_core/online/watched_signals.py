@@ -16,9 +16,9 @@ from rl_core.losses.kl import kl_k3
 from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.trainable_weights import swapped_weights
 from rl_core.online.experience import Experience
 from rl_core.online.labelled_rewards import RewardTable
-from rl_core.online.old_policy import swapped_weights
 from rl_core.online.weight_snapshots import CHAMPION, WeightSnapshots
 from rl_core.rollouts.batching import make_batches, train_row
 from rl_core.training.optimizer_step import OptimizerStep

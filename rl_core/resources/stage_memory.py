@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.resources.activations import Activations
+import torch
+
+from rl_core.resources.activations import Activations, MicroBatch, head_bytes
 from rl_core.resources.model_shape import ModelShape
 from rl_core.settings import OptimizerSettings, PolicySettings
 from rl_core.settings.references import Precision
@@ -21,6 +23,7 @@ __all__ = [
     "Placement",
     "SlotSizes",
     "StageMemory",
+    "forward_parts",
     "frozen_bytes",
     "has_reference_copy",
     "held_by_training",
@@ -144,7 +147,10 @@ def update_phases(
     if share > 1:  # full gradients of what is gathered, then each process its rows
         gathered = whole // max(1, place.item) * 4
         busiest["gradients"] = -(-busiest["gradients"] // share) + min(busiest["gradients"], gathered)
-    backward = {**beside, **held, "gathered weights": whole, **busiest, "holes of the heap": activations.holes}
+    # What the last step's gradients have left in glibc's heap is cut up by the moments and fits no activation.
+    freed = min(-(-gradients // share), kept) if place.device == "cpu" else 0
+    heap = {"holes of the heap": activations.holes, "freed gradients": freed}
+    backward = {**beside, **held, "gathered weights": whole, **busiest, **heap}
     temporary = _optimizer_temporary(shape, settings)
     update = {**beside, **held, "gradients": -(-gradients // share), "optimizer temporaries": temporary}
     moments = held.get("optimizer moments", 0) + 4 * shape.trainable // share
@@ -198,6 +204,19 @@ def rollout_parts(shape: ModelShape, sizes: SlotSizes, place: Placement) -> dict
         "prefill": prefilled * (shape.kv_bytes_per_token // 4 + widest) * place.item,
         "sampling": sizes.slots * shape.vocabulary * 4 * 2,
     }
+    return {name: size for name, size in parts.items() if size}
+
+
+def forward_parts(shape: ModelShape, batch: MicroBatch, place: Placement) -> dict[str, int]:
+    """Parts of a pass without gradient beside the weights: one layer's temporaries, and log-probs in float32.
+
+    The latter of two models, as they are compared, for chunks of tokens.
+    """
+    widths = 4 * shape.hidden + shape.query_width + 2 * shape.kv_width + 3 * shape.inner
+    dtype = torch.float32 if place.item == 4 else torch.bfloat16
+    parts = {
+        "activations": place.item * widths * batch.padded, "logits": 2 * head_bytes(shape, batch, place.device, dtype)
+    }  # fmt: skip
     return {name: size for name, size in parts.items() if size}
 
 

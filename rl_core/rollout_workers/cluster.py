@@ -30,6 +30,9 @@ class WorkerCluster(Protocol):
     def call(self, worker: Any, method: str, *arguments: Any) -> Any:
         """Ask a worker for a method; shared values among the arguments arrive as what they hold."""
 
+    def ping(self, worker: Any) -> Any:
+        """Ask a worker for a sign of life, which it gives while it plays, too."""
+
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
         """Those of the calls that have ended, at least one unless the time is over."""
 

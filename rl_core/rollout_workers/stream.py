@@ -20,6 +20,7 @@ from typing import Any
 from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerLost
+from rl_core.rollout_workers.heartbeats import HUNG_S, SILENT
 from rl_core.rollout_workers.live_worker import WorkerProgress
 from rl_core.rollout_workers.sampler_probe import ProbeAnswer
 from rl_core.rollout_workers.team import RolloutTeam, _WorkerSeat
@@ -55,6 +56,7 @@ class RolloutStream(RolloutTeam):
     _playing: dict[int, tuple[Ticket, _WorkerSeat]] = field(default_factory=dict)
     _finished: list[FinishedTicket] = field(default_factory=list)
     _versions: dict[int, tuple[str, list[ProbeAnswer]]] = field(default_factory=dict)
+    _players: dict[int, int] = field(default_factory=dict)  # number of a group that was played -> its worker's
     _staleness: dict[str, float] = field(default_factory=dict)
 
     def take(
@@ -97,6 +99,7 @@ class RolloutStream(RolloutTeam):
             for rollout in finished.group.rollouts:
                 oldest = min(version for _, version in rollout.version_starts)
                 rollout.trajectory.policy_version = self._steps.get(oldest, 0)
+            self._players.pop(finished.ticket.number, None)
         self._note(taken)
         settle_failures(failed, sum(finished.ticket.group_size for finished in taken), failures)
         return [finished.group for finished in taken]
@@ -140,14 +143,24 @@ class RolloutStream(RolloutTeam):
             self._next += 1
 
     def _hand_out(self, ahead: int, sampling: SamplingSettings) -> None:
-        """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more."""
+        """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more.
+
+        A group that became too old goes to another worker than the one that was too slow for it, where there is room;
+        one that an iteration will wait for does so beyond the even share.
+        """
         most = math.ceil(ahead * (self._bound + 1) / len(self._seats))
         loads = {seat.number: 0 for seat in self._seats}
         for _, seat in self._playing.values():
             loads[seat.number] += 1
         given: dict[int, list[Ticket]] = {seat.number: [] for seat in self._seats}
-        while self._queue and min(loads.values()) < most:
-            number = min(loads, key=lambda number: (loads[number], number))
+        while self._queue:
+            ticket = self._queue[0]
+            slow = self._players.get(ticket.number) if ticket.plays and len(loads) > 1 else None
+            room = [number for number, load in loads.items() if load < most]
+            others = [number for number in (loads if ticket.plays >= PATIENCE else room) if number != slow]
+            if not (others or room):
+                break
+            number = min(others or room, key=lambda number: (loads[number], number))
             given[number].append(self._queue.popleft())
             loads[number] += 1
         for seat in list(self._seats):
@@ -167,6 +180,7 @@ class RolloutStream(RolloutTeam):
             self.dropped_rollouts += collected.dropped
             for finished in collected.finished:
                 if self._playing.pop(finished.ticket.number, None) is not None:  # never twice
+                    self._players[finished.ticket.number] = seat.number
                     self._finished.append(finished)
 
     def _ripe(self, count: int) -> list[FinishedTicket]:
@@ -197,9 +211,11 @@ class RolloutStream(RolloutTeam):
     def _ask(self, seat: _WorkerSeat, method: str, *arguments: Any) -> Any:
         """Result of a worker's method; None where the worker was lost, and another has taken its place."""
         call = self.cluster.call(seat.worker, method, *arguments)
-        while not self.cluster.wait([call], 0.2):
-            pass
+        end = time.monotonic() + HUNG_S  # all of these methods return at once: the playing has a thread of its own
         try:
+            while not self.cluster.wait([call], 0.2):
+                if time.monotonic() > end:
+                    raise WorkerLost(SILENT)
             return self._value(call)
         except WorkerLost as lost:
             mine = sorted(number for number, (_, other) in self._playing.items() if other is seat)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +16,9 @@ from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, Worke
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.rollout_workers.cluster import WorkerCluster, WorkerLost
+from rl_core.rollout_workers.heartbeats import SILENT, Heartbeats
 from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, check_answers, check_trainer, play_probe
+from rl_core.rollout_workers.task_board import TaskBoard
 from rl_core.rollout_workers.weights import WeightUpdate, all_weights, digest_of, digests, pack, skeleton
 from rl_core.rollout_workers.worker import PlayedTask, PlayTask, TransferReport, WorkerSpec, runtime_versions
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, plan_groups, settle_failures
@@ -66,6 +67,8 @@ class _WorkerSeat:
     number: int
     worker: Any
     losses: int = 0  # within the present collection
+    version: int = -1  # of the weights that it was verified with
+    late: Any = None  # its call for a task that another worker has played meanwhile; None = it is free
 
 
 @dataclass
@@ -85,6 +88,10 @@ class RolloutTeam:
     _update: WeightUpdate | None = None  # the newest, and what a new worker needs in its place:
     _answers: list[ProbeAnswer] = field(default_factory=list)
     _probe: Probe | None = None
+    _heartbeats: Heartbeats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._heartbeats = Heartbeats(self.cluster)
 
     # Playing
 
@@ -122,24 +129,70 @@ class RolloutTeam:
         return [groups[index] for index in range(len(plans))]
 
     def _play_all(self, tasks: Sequence[PlayTask]) -> list[PlayedTask]:
-        """Every task once, by whichever worker is free; those of a lost one again."""
-        waiting, done = deque(tasks), list[PlayedTask]()
-        running: dict[Any, tuple[_WorkerSeat, PlayTask]] = {}
-        free = list(self._seats)
-        while waiting or running:
-            while waiting and free:
-                seat, task = free.pop(0), waiting.popleft()
-                running[self.cluster.call(seat.worker, "play", task)] = (seat, task)
-            for call in self.cluster.wait(list(running), _LOOK_S):
-                seat, task = running.pop(call)
-                try:
-                    done.append(self._value(call))
-                except WorkerLost as lost:
-                    waiting.appendleft(task)
-                    self.replayed_groups += len(task.plans)
-                    self._replace(seat, str(lost), f"{len(task.plans)} groups are played again")
-                free.append(seat)
-        return done
+        """Every task once, by whichever worker is free; that of a lost one again, and one that is late by another, too.
+
+        A worker whose task another one has played is left to it, takes no new weights, and comes back when it has
+        ended: it costs the others at most its own share.
+        """
+        board = TaskBoard(tasks)
+        running: dict[Any, tuple[_WorkerSeat, int]] = {}
+        free = [seat for seat in self._seats if seat.late is None]
+        try:
+            while not board.is_over:
+                while free and (number := board.next()) is not None:
+                    seat = free.pop(0)
+                    running[self.cluster.call(seat.worker, "play", tasks[number])] = (seat, number)
+                late = {seat.late: seat for seat in self._seats if seat.late is not None}
+                for call in self.cluster.wait([*running, *late], _LOOK_S):
+                    if call in late:
+                        self._come_back(late[call])
+                        free.append(late[call])
+                        continue
+                    seat, number = running.pop(call)
+                    self._heartbeats.forget(seat.number)
+                    try:
+                        board.ended(number, self._value(call))
+                    except WorkerLost as lost:
+                        self._play_again(board, number, seat, str(lost))
+                    free.append(seat)
+                free += self._replace_silent(board, running)
+        finally:  # of those that still play: their results are not needed, or an error ends the run
+            for call, (seat, _) in running.items():
+                seat.late = call
+        return board.results
+
+    def _play_again(self, board: TaskBoard, number: int, seat: _WorkerSeat, how: str) -> None:
+        groups = len(board.tasks[number].plans) if board.lost(number) else 0  # 0 = another one plays them, too
+        self.replayed_groups += groups
+        self._replace(seat, how, f"{groups} groups are played again")
+
+    def _replace_silent(self, board: TaskBoard, running: dict[Any, tuple[_WorkerSeat, int]]) -> list[_WorkerSeat]:
+        """Replace workers that play or are late and give no sign of life; returns their seats, which are free now."""
+        calls = {seat.number: call for call, (seat, _) in running.items()}
+        busy = [seat for seat in self._seats if seat.number in calls or seat.late is not None]
+        silent = set(self._heartbeats.silent((seat.number, seat.worker) for seat in busy))
+        found = [seat for seat in busy if seat.number in silent]
+        for seat in found:
+            if seat.late is not None:
+                self._replace(seat, SILENT, "it was late")
+            else:
+                self._play_again(board, running.pop(calls[seat.number])[1], seat, SILENT)
+        return found
+
+    def _come_back(self, seat: _WorkerSeat) -> None:
+        """Give a worker whose late task has ended the weights that it has missed; one that was lost is replaced."""
+        call, seat.late = seat.late, None
+        self._heartbeats.forget(seat.number)
+        try:
+            self._value(call)  # the first result of its task counts
+        except WorkerLost as lost:
+            self._replace(seat, str(lost), "it was late")
+            return
+        except PosttrainError as error:  # the other one met it, too, or it is of this machine alone
+            logger.warning("rollout worker %d failed at a task that another one has played: %s", seat.number, error)
+        assert self._update is not None
+        if seat.version != self._update.number:
+            self._load([seat], self._whole())
 
     def _value(self, call: Any) -> Any:
         """Result of a call. Raises: the error that the worker met; WorkerLost."""
@@ -160,7 +213,7 @@ class RolloutTeam:
             if not self._seats:
                 self._start_all()
             else:
-                self._load(self._seats, update)
+                self._load([seat for seat in self._seats if seat.late is None], update)
 
     def _next_update(self, found: dict[str, str], number: int, sampling: SamplingSettings) -> WeightUpdate:
         """The present weights as a version, of which the digests are `found`."""
@@ -198,6 +251,10 @@ class RolloutTeam:
                     self._verify(seat, self._value(call))
                 except WorkerLost as lost:
                     self._replace(seat, str(lost), "it was taking new weights")
+            known = {seat.number: call for call, seat in calls.items() if seat.version >= 0}  # not one that begins
+            for number in self._heartbeats.silent((n, calls[call].worker) for n, call in known.items()):
+                seat = calls.pop(known[number])
+                self._replace(seat, SILENT, "it was taking new weights")
 
     def _verify(self, seat: _WorkerSeat, report: TransferReport) -> None:
         """Raises: SamplerMismatch where the worker has other weights, or samples from others."""
@@ -209,6 +266,7 @@ class RolloutTeam:
                 f"the trainer's {expected[:12]}: the transfer did not arrive. None of its rollouts is used"
             )
         check_answers(who, answers, report.answers, self.parts.bound)
+        seat.version = report.number
 
     def _expected(self, number: int) -> tuple[str, list[ProbeAnswer]]:
         """Digest and probe's answers of a version."""
@@ -260,6 +318,8 @@ class RolloutTeam:
         if self.on_event is not None:
             self.on_event(text)
         self.cluster.stop(seat.worker)
+        seat.late, seat.version = None, -1
+        self._heartbeats.forget(seat.number)
         if seat.losses > LOSSES:
             raise WorkerFailed(
                 f"rollout worker {seat.number} was lost {seat.losses} times within one iteration, the last time: "
@@ -273,6 +333,7 @@ class RolloutTeam:
         return {
             "perf/rollout_workers": float(len(self._seats)),
             "perf/lost_workers": float(self.lost_workers),
+            "perf/late_workers": float(sum(seat.late is not None for seat in self._seats)),
             "perf/replayed_groups": float(self.replayed_groups),
             "perf/weight_bytes": float(self.sent_bytes),
         }
@@ -280,6 +341,7 @@ class RolloutTeam:
     def close(self) -> None:
         """End all workers; a later collection starts others."""
         self._seats, self._shared, self._update, self._sent = [], None, None, {}
+        self._heartbeats = Heartbeats(self.cluster)
         self.cluster.close()
 
 

@@ -38,6 +38,11 @@ class ClusterRates(Settings):
     update_seconds: float = setting(0.0, ge=0, doc="an update and its rewards, without the tokens")
     token_seconds: float = setting(1.2e-4, ge=0, doc="added to that by each sampled token, on one training GPU")
     publish_seconds: float = setting(0.0, ge=0, doc="pause of the trainer for a weight update")
+    verify_seconds: float = setting(
+        0.0, ge=0, doc="more of that pause: the trainer's own answers to the probe, while workers load"
+    )
+    call_seconds: float = setting(0.0, ge=0, doc="handing a task to a worker and its result back (max_staleness 0)")
+    group_seconds: float = setting(0.0, ge=0, doc="added to that by each group")
     load_seconds: float = setting(1.0, ge=0, doc="pause of a worker for a weight update")
     switch_seconds: float = setting(0.0, ge=0, doc="a GPU's change between rollouts and updates, where it does both")
     turns: int = setting(1, ge=1, doc="actions of an episode")

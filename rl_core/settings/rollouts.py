@@ -161,12 +161,12 @@ class ReplaySettings(Settings):
     share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
 
 
-def check_ray() -> None:
-    """Raises: SettingsError where Ray is not installed; nothing is imported."""
+def check_ray(key: str = "rollouts.workers: ray", otherwise: str = "set workers: in_process") -> None:
+    """Raises: SettingsError where Ray is not installed; nothing is imported. The arguments are for the message."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
-            f"rollouts.workers: ray needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
-            "constraints.txt, or set workers: in_process"
+            f"{key} needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
+            f"constraints.txt, or {otherwise}"
         )
 
 

@@ -268,6 +268,20 @@ def shape_of(model: ModelSettings) -> dict[str, int]:
     return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
+_TRANSPOSED = ("gpt2", "openai-gpt")  # their layers hold the weights the other way round (transformers' Conv1D)
+
+
+def adapter_rank(model: ModelSettings) -> int:
+    """Rank of the adapter that an inference server will be sent; 0 = none, or merged weights in its place.
+
+    As `rl_core.models.lora.serves_alone` tells of a loaded model.
+    """
+    if model.lora is None:
+        return 0
+    config = (_model_config(model) if model.path is not None else None) or {}
+    return 0 if config.get("model_type") in _TRANSPOSED else model.lora.served_rank
+
+
 def _model_config(model: ModelSettings) -> dict[str, Any] | None:
     """The configuration in the model's folder, where there is one."""
     try:

@@ -8,7 +8,7 @@ from rl_core.errors import PosttrainError, SettingsError
 from rl_core.settings import PolicySettings
 from rl_core.settings.rollouts import check_ray
 from tasks.config.curriculum_checks import POLICY
-from tasks.config.files import shape_of
+from tasks.config.files import adapter_rank, shape_of
 from tasks.config.memory_checks import weight_bytes
 from tasks.config.problems import Key, Problem
 from tasks.config.settings import PipelineSettings
@@ -43,12 +43,18 @@ def rollout_problems(settings: PipelineSettings, ask_servers: bool) -> Iterator[
 
 
 def _check_cluster(policy: PolicySettings, settings: PipelineSettings, *, ask: bool) -> None:
-    """Ray is installed, its cluster answers (`ask`), or its object store here has room for the weights."""
-    from rl_core.rollout_workers.ray_cluster import check_address, check_store  # imports no Ray
+    """Ray is installed; its cluster answers and has our versions (`ask`), or the store here has room for weights."""
+    from rl_core.rollout_workers.ray_cluster import check_store  # imports no Ray
+    from rl_core.rollout_workers.ray_session import RaySession
 
     check_ray()
     if policy.rollouts.address is not None and ask:
-        check_address(policy.rollouts.address)
+        session = RaySession(policy.rollouts.address, 0)
+        try:
+            session.begin()
+            session.check_versions()
+        finally:
+            session.close()
     elif policy.rollouts.address is None:
         check_store(weight_bytes(settings.model))
 
@@ -63,4 +69,4 @@ def _check_server(policy: PolicySettings, settings: PipelineSettings) -> None:
             f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
-    check_when_starting(policy.rollouts, shape_of(settings.model), lora.served_rank if lora is not None else 0)
+    check_when_starting(policy.rollouts, shape_of(settings.model), adapter_rank(settings.model))

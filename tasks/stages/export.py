@@ -20,7 +20,7 @@ from rl_core.settings import ExportSettings
 from rl_core.storage.faults import fault
 from rl_core.storage.manifest import digest_folder
 from rl_core.storage.single_files import write_json_atomic
-from tasks.lifecycle.promotion_by_hand import REFUSED
+from tasks.lifecycle.promotion_by_hand import PROOF, PROVEN, REFUSED
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["PROOF", "checked_proof", "prove_models"]
 
 logger = logging.getLogger(__name__)
-
-PROOF = "export.json"
 
 
 def prove_models(
@@ -84,7 +82,7 @@ def _body(
             _mark_refused(context, result, str(refused))
             raise
         proofs[name] = {"model_sha256": digests[name], **facts}
-        _lift_refusal(context, digests[name], context.pipeline_run.registered_model)
+        _note_proof(context, digests[name], context.pipeline_run.registered_model, facts)
         fault("export.proved")
     if reward_model is not None:
         proofs[reward_model.stage] = _prove_reward_model(context, reward_model, scored[0][1], answers[-1])
@@ -119,7 +117,7 @@ def _prove_reward_model(
         raise
     _tag_reward_model(context, result, _tags(digest, facts))
     if registered := result.summary.get("registered_model"):
-        _lift_refusal(context, digest, registered)
+        _note_proof(context, digest, registered, facts)
     fault("export.proved")
     return {"model_sha256": digest, **facts}
 
@@ -158,13 +156,14 @@ def _mark_refused(context: StageContext, result: StageResult, reason: str) -> No
         pipeline_run.tracking.tag_version(pipeline_run.registered_model, version, {REFUSED: reason[:4000]})
 
 
-def _lift_refusal(context: StageContext, digest: str, registered: str) -> None:
-    """Take back what an earlier proof, by other settings, said about a version with exactly this model."""
+def _note_proof(context: StageContext, digest: str, registered: str, facts: Mapping[str, Any]) -> None:
+    """Tag every version with exactly this model with its proof; an earlier one, by other settings, refused it maybe."""
     tracking = context.pipeline_run.tracking
     with contextlib.suppress(BackendError):
         for version in tracking.versions(registered):
-            if version.tags.get("model_sha256") == digest and version.tags.get(REFUSED):
-                tracking.tag_version(registered, version.version, {REFUSED: ""})
+            if version.tags.get("model_sha256") == digest:
+                lifted = {REFUSED: ""} if version.tags.get(REFUSED) else {}
+                tracking.tag_version(registered, version.version, {**_tags(digest, facts), **lifted})
 
 
 def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
@@ -195,6 +194,6 @@ def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
 def _tags(digest: str, facts: Mapping[str, Any]) -> dict[str, str]:
     """Tags of a proven version."""
     return {
-        "export.model_sha256": digest,
+        PROVEN: digest,
         **{f"export.{figure}": f"{value:.6g}" for figure, value in _figures(facts).items()},
     }

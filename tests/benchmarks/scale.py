@@ -5,8 +5,8 @@
 
 Needs the extras `ray` and `plan`. Each run is a process of its own with one thread; a finished one is DIR/points/*.json
 and is not run again. Tools answer after a log-normal time (sigma 1) of mean 0, 50 or 500 ms. `simulation` needs no new
-run: it takes the durations of the parts (`parts-*.json`) and predicts the iterations of `steps`. `report` writes
-DIR/scale.md and DIR/scale*.png from what is there.
+run: it takes the durations of the parts (`parts-*.json`, `costs-*.json`) and predicts the iterations of `steps`.
+`report` writes DIR/scale.md and DIR/scale*.png from what is there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def run_jobs(options):
     jobs = {}
     if "steps" in options.parts:
         jobs["parts-0.9M"] = dict(kind="parts", prompts=[1, 2, 4, 8, 16], repeats=3)
+        jobs["costs-0.9M"] = dict(kind="costs", crowd_seconds=6, most=max(WORKERS) + 1)
         for mean in MEANS:
             ms = f"{1000 * mean:.0f}ms"
             common = dict(kind="steps", mean=mean, seconds=options.seconds * (1.6 if mean > 0.1 else 1))

@@ -40,6 +40,7 @@ class LocalCluster:
     def __init__(self, seed=0, lose=(), worker_class=RolloutWorker):
         self.random, self.lose, self.worker_class = random.Random(seed), set(lose), worker_class
         self.calls, self.workers, self.opened, self.closed, self.stopped = [], [], [], 0, 0
+        self.hung, self.hangs_at_play = [], None  # workers whose calls do not end, and one that will hang
 
     def open(self, num_bytes):
         self.opened.append(num_bytes)
@@ -55,10 +56,18 @@ class LocalCluster:
     def call(self, worker, method, *arguments):
         sent = [pickle.loads(a) if isinstance(a, bytes) else pickle.loads(pickle.dumps(a)) for a in arguments]
         self.calls.append((worker, method, sent))
+        if method == "play" and worker is self.hangs_at_play:
+            self.hung = [worker]
         return len(self.calls) - 1
 
+    def ping(self, worker):
+        return ("ping", worker)
+
     def wait(self, calls, timeout_s):
-        return [self.random.choice(calls)] if calls else []
+        if calls and isinstance(calls[0], tuple):
+            return [] if calls[0][1] in self.hung else calls
+        ready = [call for call in calls if self.calls[call][0] not in self.hung]
+        return [self.random.choice(ready)] if ready else []
 
     def result(self, call):
         worker, method, sent = self.calls[call]
@@ -68,6 +77,7 @@ class LocalCluster:
 
     def stop(self, worker):
         self.stopped += 1
+        self.hung = [other for other in self.hung if other is not worker]
         if isinstance(worker, LiveWorker):
             worker.end()
 

@@ -1,7 +1,7 @@
 """Measured runs in one process, with one Ray: python -m asynchrony.one_run JSON ...; prints a line of JSON for each.
 
 kind "steps": iterations of one layout for so many seconds. "parts": seconds of a decoding step and of an update, by
-least squares over batches of several sizes. "learning": success by iteration.
+least squares over batches of several sizes. "costs": see costs.py. "learning": success by iteration.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def steps(options):
     try:
         for _ in range(WARM_UP):
             trainer.step()
-        start = time.monotonic()
+        time.sleep(max(0.0, options.get("begin_at", 0.0) - time.time()))
+        began_at, start = time.time(), time.monotonic()
         while time.monotonic() - start < options["seconds"] or len(rows) < options.get("least", 4):
             with collected() as seconds:
                 row = trainer.step()
@@ -63,6 +64,7 @@ def steps(options):
     names = sorted({name for row in rows for name in row if name.startswith(("perf/", "policy/staleness"))})
     return {
         "start_s": start - began,
+        "began_at": began_at,
         "iterations": len(rows),
         "seconds": ends[-1],
         "iteration_s": ends[-1] / len(rows),
@@ -133,7 +135,11 @@ if __name__ == "__main__":
     for line in sys.argv[1:]:
         given = json.loads(line)
         others = busy_cores()
-        result = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]](given)
+        if given["kind"] == "costs":
+            from asynchrony.costs import costs as measure
+        else:
+            measure = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]]
+        result = measure(given)
         print(json.dumps({**given, **result, "others": round(others, 2)}), flush=True)
     if KeptRay.kept is not None:
         KeptRay.kept.close()

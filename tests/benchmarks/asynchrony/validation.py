@@ -27,25 +27,17 @@ class Measured:
         return generator.choice(self.values, shape)
 
 
-def rates_of(points: Path) -> tuple[ClusterRates, Measured, float]:
-    """Durations of the parts, and the factor on an update beside one worker that plays.
-
-    Weights: the trainer's pause asynchronously, and what is more of it synchronously.
-    """
+def rates_of(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
+    """Durations of the parts, each measured apart from the runs that are predicted, and how crowded cores slow down."""
     parts = json.loads((points / "parts-0.9M.json").read_text())
-    late, turns = (json.loads((points / f"{kind}-1-0ms.json").read_text())["metrics"] for kind in ("async", "sync"))
-    publish = late["perf/weight_sync_seconds"]
+    costs = json.loads((points / "costs-0.9M.json").read_text())
     names = ("step_seconds", "row_seconds", "turn_seconds", "update_seconds", "token_seconds")
-    rates = ClusterRates(
-        **{name: parts[name] for name in names}, publish_seconds=publish,
-        load_seconds=max(0.0, turns["perf/weight_sync_seconds"] - publish), turns=3,
-    )  # fmt: skip
-    alone = json.loads((points / "alone-0ms.json").read_text())["metrics"]
-    crowding = max(1.0, late["perf/update_seconds"] / alone["perf/update_seconds"])
-    return rates, Measured(parts["turn_tokens"]), crowding
+    more = ("publish_seconds", "verify_seconds", "load_seconds", "call_seconds", "group_seconds")
+    rates = ClusterRates(**{name: parts[name] for name in names}, **{name: costs[name] for name in more}, turns=3)
+    return rates, Measured(parts["turn_tokens"]), tuple(costs["crowding"])
 
 
-def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: float) -> float:
+def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]) -> float:
     """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
     kind, *rest = name.split("-")
     workers = int(rest[0]) if kind != "alone" else 1
@@ -54,7 +46,8 @@ def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, cro
         rejoin="ready" if kind == "ready" else "together",
     )  # fmt: skip
     if kind == "alone":
-        rates = ClusterRates(**{**vars(rates), "publish_seconds": 0.0, "load_seconds": 0.0})
+        free = ("publish_seconds", "verify_seconds", "load_seconds", "call_seconds", "group_seconds")
+        rates = ClusterRates(**{**vars(rates), **dict.fromkeys(free, 0.0)})
     sizes = RolloutSizes(turns=3, tokens=tokens, tools=LogNormalSpread(mean=mean, sigma=SIGMA))
     seeds = range(3)
     return float(np.mean([simulate(layout, rates, sizes, iterations=ITERATIONS, seed=s).iteration_s for s in seeds]))

@@ -1,19 +1,24 @@
 """vLLM among the servers of `posttrain up`: what is started, and what is refused before anything is."""
 
+import json
 import os
+import runpy
 import stat
 import subprocess
 
 import pytest
+from helpers import ROOT
 from helpers.serving import make_folder_of_model
 
 from flows.cli.main import main
 from flows.cli.parser import build_parser
 from flows.cli.service_commands import _to_sample, _to_serve
-from flows.operations.inference_server import check_startable, inference_server
+from flows.operations.inference_server import MOST_RANK, check_startable, inference_server
 from flows.parameters import read_settings
 from rl_core.errors import SettingsError
+from rl_core.settings import LoraSettings, ModelSettings
 from tasks.config import ConfigError, load
+from tasks.config.files import adapter_rank
 
 CONFIG = """
 name: served
@@ -120,6 +125,23 @@ def test_what_cannot_be_started(tmp_path, model, python, change, message):
     path = config(tmp_path, model, **{"python": python, **change})
     with pytest.raises(SettingsError, match=message):
         check_startable(load(path, ask_servers=False))
+
+
+def test_an_adapter_beyond_the_highest_rank_is_refused_before_the_start(tmp_path, model, python):
+    ranks = runpy.run_path(str(ROOT / "deployments/vllm/start.py"))["RANKS"]
+    assert ranks[-1] == MOST_RANK
+    check_startable(load(config(tmp_path, model, python, more=", lora: {rank: 512}"), ask_servers=False))
+    path = config(tmp_path, model, python, more=", lora: {rank: 513}")
+    with pytest.raises(SettingsError, match=r"model.lora.rank is 513, and vLLM takes adapters up to 512"):
+        check_startable(load(path, ask_servers=False))
+
+
+def test_weights_that_are_the_other_way_round_are_merged_and_need_no_room_for_an_adapter(tmp_path, python):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 64}))
+    gpt2 = ModelSettings(path=str(tmp_path / "gpt2"), lora=LoraSettings(rank=8))
+    assert adapter_rank(gpt2) == 0 and adapter_rank(ModelSettings(lora=LoraSettings(rank=8))) == 8
+    assert adapter_rank(gpt2.__class__(path=str(tmp_path / "gpt2"))) == 0
 
 
 def test_a_pipeline_without_a_server(tmp_path):

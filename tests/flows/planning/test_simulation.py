@@ -62,12 +62,13 @@ def test_the_queue_ahead_of_the_trainer_is_bounded():
 def test_a_group_that_became_too_old_is_played_again_and_in_the_end_awaited():
     """Group 1 takes 98 s, the others 10, updates 5: iteration i learns at 15 (i + 1) from group i + 1.
 
-    Group 1 ends at 98 under iteration 6 (begun with version 0), at 196 under 13 (version 6), and is awaited until 294.
+    Group 1 ends at 98 under iteration 6 (begun with version 0), and at 196 under 13 (version 6); then it goes to the
+    other worker, behind what that one plays until 205, and is awaited until 303.
     """
     layout = {"prompts": 1, "group_size": 1, "workers": 2, "max_staleness": 1}
     found = run(layout, 15, Table({1: [98.0]}), update_seconds=5)
     assert found.learned == [[0], *[[number] for number in range(2, 14)], [1], [14]]
-    assert found.ends == [*(15 * (i + 1) for i in range(13)), 299, 304]
+    assert found.ends == [*(15 * (i + 1) for i in range(13)), 308, 313]
     assert found.stale_groups == 2 and max(found.oldest) == 1
 
 
@@ -129,8 +130,28 @@ def test_processes_on_one_core_gain_nothing():
 
 def test_processes_that_compute_at_once_slow_each_other():
     """In turns nobody is beside: 14. Asynchronous: of 10 s of rollouts those beside the update of 5 s take 5 for 4."""
-    assert run({"cores": 2, "crowding": 1.25}, 2).ends == pytest.approx([14, 28])
-    assert run({"max_staleness": 1, "cores": 2, "crowding": 1.25}, 12).iteration_s == pytest.approx(11, rel=0.01)
+    crowded = {"cores": 2, "crowding": (1.0, 1.25)}
+    assert run(crowded, 2).ends == pytest.approx([14, 28])
+    assert run({"max_staleness": 1, **crowded}, 12).iteration_s == pytest.approx(11, rel=0.01)
+
+
+def test_more_processes_than_cores_take_turns_and_lose_by_that():
+    """Four workers of 10 s on two cores: 20 s; 30 where four at once take three times as long as one alone."""
+    layout = {"prompts": 4, "workers": 4, "tasks_each": 1, "cores": 2}
+    assert run(layout, 2).ends == pytest.approx([24, 48], rel=0.01)
+    assert run({**layout, "crowding": (1.0, 1.0, 2.0, 3.0)}, 2).ends == pytest.approx([34, 68], rel=0.01)
+    # of eight at once nothing was measured: as four, twice as long, since they share the cores in the same way
+    eight = {**layout, "prompts": 8, "workers": 8, "crowding": (1.0, 1.0, 2.0, 3.0)}
+    assert run(eight, 1).ends == pytest.approx([64], rel=0.01)
+
+
+def test_calls_and_checks_take_time():
+    """Synchronous: weights of 2 s beside a check of 5, then two tasks with 1 s a call and 0.5 s a group, then 4."""
+    more = {"load_seconds": 2, "verify_seconds": 5, "call_seconds": 1, "group_seconds": 0.5}
+    assert run({"workers": 2, "tasks_each": 1}, 1, **more).ends == [5 + 10 + 1.5 + 4]
+    late = run({"max_staleness": 1}, 3, publish_seconds=1, **more)
+    # asynchronous: groups are handed out after the check, at 6; two of them are taken in 1 s
+    assert late.ends[0] == 1 + 5 + 10 + 1 + 4
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,6 +11,7 @@ from flows.planning.fitting_changes import changes_for, fits
 from flows.planning.plan_rows import known_rows
 from flows.planning.plan_target import Lengths, Target, target_gpus, target_machine
 from flows.planning.stage_plans import plan_pipeline, plan_stage
+from rl_core.errors import SettingsError
 from rl_core.settings.machine import MachineSettings
 from tasks.config import from_dict
 
@@ -231,11 +232,65 @@ def test_all_stages_of_a_pipeline_are_planned_or_named():
     stages = {"prepare_data": {}, "sft": {}, "preference": {}, "reward_model": {}, "policy": {}, "evaluate": {},
               "analyze": {}}  # fmt: skip
     plan = plan_pipeline(settings_of(stages, context=128), roomy(), Lengths())
-    assert [one.name for one in plan.stages] == ["sft", "preference", "reward_model", "policy", "evaluate"]
-    assert plan.left_out == ("prepare_data", "analyze")
+    assert [one.name for one in plan.stages] == ["sft", "preference", "reward_model", "policy", "evaluate", "analyze"]
+    assert plan.left_out == ("prepare_data",)
     reward = plan.stages[2]
     assert reward.parameters == PARAMETERS + 32  # the head is the embedding; a vector is added
-    assert plan.stages[-1].trainable == 0
+    assert [one.trainable for one in plan.stages[-2:]] == [0, 0]
+
+
+def test_thoughts_by_hand():
+    """3 episodes of 8 + 20 tokens: each answer with and without its thought, 2 rows a turn."""
+    thoughts = {"iterations": 5, "episodes_per_iteration": 3, "eval_every": 0, "patience": None,
+                "validation_episodes": 2, "check_episodes": 2, "sampling": {"max_completion_tokens": 20}}  # fmt: skip
+    plan = planned({"sft": {}, "thoughts": thoughts}, lengths=Lengths(prompt=8, completion=20))
+    work = plan.work
+    assert work.updates == 5 and work.trained_tokens == 5 * 6 * 28
+    assert work.decoded_tokens == 5 * 3 * 20 + 2 * 20 + 2 * 20  # a validation at the end, and the test
+    # rewards of 6 rows and the baseline's states of 3, prompts of 3; then 2 x 2 and 4 x 2 rows, prompts of 2 and 2
+    assert work.scored_tokens == 5 * (9 * 28 + 3 * 8) + (4 + 8) * 28 + 4 * 8
+    backward = next(phase for phase in plan.memory.phases if phase.name == "backward")
+    assert backward.parts["optimizer moments"] == 8 * PARAMETERS and "reference model" not in backward.parts
+    held = planned({"sft": {}, "thoughts": {**thoughts, "kl_coef": 0.1}}, lengths=Lengths(prompt=8, completion=20))
+    assert held.memory.peak.parts["reference model"] == 4 * PARAMETERS
+    assert held.work.scored_tokens == work.scored_tokens + 5 * 6 * 28
+
+
+def test_analysis_holds_two_models_and_export_one_in_a_process_of_its_own():
+    """Rows of 64 + 64 tokens: 32 of them in a pass of 4096 tokens."""
+    stages = {"sft": {}, "policy": {}, "evaluate": {}, "analyze": {"probe_episodes": 10, "probe_demonstrations": 4},
+              "export": {}}  # fmt: skip
+    settings = settings_of(stages, context=128)
+    of = {one.name: one for one in plan_pipeline(settings, roomy(runtime_bytes=1000), Lengths()).stages}
+    parts = of["analyze"].memory.peak.parts
+    assert parts["weights"] == 2 * 4 * PARAMETERS and parts["runtime"] == 1000
+    assert parts["activations"] == 4 * (4 * 32 + 32 + 2 * 16 + 3 * 96) * 4096
+    assert of["analyze"].work.scored_tokens == (2 * 3 * 10 + 2 * 4) * 128
+    parts = of["export"].memory.peak.parts
+    assert parts["weights"] == 4 * PARAMETERS and parts["runtime"] == 2000
+    assert of["export"].work.scored_tokens == 2 * 2 * 16 * 16
+    alone = planned({"sft": {}, "evaluate": {}, "analyze": {"probe_episodes": 10}}, context=128)
+    assert alone.memory.peak.parts["weights"] == 4 * PARAMETERS, "one model is not compared with itself"
+
+
+def test_networks_by_hand(monkeypatch):
+    """CartPole: 4 numbers, 2 actions. Policy 4-8-2 and value 4-8-1 with biases."""
+    pytest.importorskip("gymnasium")
+    settings = {"environment_steps": 640, "num_environments": 4, "rollout_steps": 16, "hidden": [8], "epochs": 3}
+    plan = planned({"network": settings})
+    parameters = (4 * 8 + 8 + 8 * 2 + 2) + (4 * 8 + 8 + 8 + 1)
+    assert plan.parameters == plan.trainable == parameters and plan.time is None
+    parts = plan.memory.peak.parts
+    assert parts["optimizer moments"] == 8 * parameters and parts["steps"] == 4 * (4 + 2 + 6) * 64
+    assert plan.work.updates == 10 * 3 and plan.work.training_flops == 6 * parameters * 640 * 3
+
+    def cannot_be_made(settings):
+        raise SettingsError("environment: cannot be made")
+
+    whole = settings_of({"network": settings})
+    monkeypatch.setattr("rl_core.networks.making.spaces_of", cannot_be_made)
+    left_out = plan_pipeline(whole, roomy(), Lengths()).left_out
+    assert left_out == ("prepare_data", "network (environment: cannot be made)")
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

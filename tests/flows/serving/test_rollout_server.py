@@ -368,6 +368,52 @@ def test_bodies_that_are_refused(tokenizer, server, change, message):
     assert answer.status_code in (404, 422) and message in answer.json()["error"]["message"]
 
 
+def test_arguments_of_an_order_by_place_and_its_time_limit(server, tmp_path, monkeypatch):
+    """As vLLM's: a caller that gives up is told so, and what it has ordered goes on."""
+    began, ended = threading.Event(), threading.Event()
+
+    def slow(self, folder):
+        began.set()
+        ended.wait(30)
+        return {"digest": folder}
+
+    orders = server.web.config.app.app.state.orders
+    monkeypatch.setitem(orders._methods, "posttrain_read_weights", slow.__get__(orders))
+
+    def order(**body):
+        return server.client.post("/collective_rpc", json={"method": "posttrain_read_weights", **body})
+
+    late = order(args=["/place"], timeout=0.05)
+    assert late.status_code == 504 and "takes longer than 0.05 s; it goes on" in late.text and began.is_set()
+    ended.set()
+    assert order(args=["/place"], timeout=30).json() == {"results": [{"digest": "/place"}]}
+    for body, message in (
+        ({"args": ["a", "b"]}, "args: too many positional arguments"),
+        ({"args": ["a"], "kwargs": {"folder": "b"}}, "args: multiple values for argument 'folder'"),
+        ({"args": [1]}, "args"),
+        ({"args": ["a"], "timeout": 0}, "timeout"),
+    ):
+        refused = order(**body)
+        assert refused.status_code == 422 and message in refused.text
+
+
+def test_a_server_whose_model_begins_is_not_asleep_and_takes_no_order(server):
+    state = server.web.config.app.app.state
+    answering, state.server.answering = state.server.answering, None  # as while `begin` makes the engine
+    try:
+        assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+        for path in ("/wake_up", "/sleep"):
+            refused = server.client.post(path)
+            assert refused.status_code == 503 and "begins to answer" in refused.text
+        assert state.server.answering is None, "no second engine"
+    finally:
+        state.server.answering = answering
+    assert server.client.post("/sleep").status_code == 200
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.client.post("/wake_up").status_code == 200
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_orders_that_are_refused(tokenizer, server, tmp_path):
     def order(method, **arguments):
         answer = server.client.post("/collective_rpc", json={"method": method, "kwargs": arguments})

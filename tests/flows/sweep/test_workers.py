@@ -14,6 +14,7 @@ from flows.sweep.plan import SweepPlan
 from flows.sweep.pool import Worker, check_memory, device_of, free_memory
 from flows.sweep.space import parse_set
 from flows.sweep.trial import TrialJob
+from flows.sweep.trial_process import LocalTrialProcess
 from rl_core.errors import SettingsError, Stopped, WorkerFailed
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import resolve
@@ -29,6 +30,10 @@ def settings(tmp_path):
 
 def environment(**more):
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **more}
+
+
+def worker_of(log, stop, **variables):
+    return Worker(log, lambda: LocalTrialProcess(log, environment(**variables)), stop)
 
 
 def job_of(settings, home, **more):
@@ -50,13 +55,13 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(settings, t
     home = tmp_path / "sweep"
     run = Tracking(None, Path(settings.output), "small").start_run("sweep", home)
     stop = threading.Event()
-    broken = Worker(tmp_path / "a.log", environment(POSTTRAIN_FAULT="loop.stepped:5:kill"), stop)  # 2 are SFT's
+    broken = worker_of(tmp_path / "a.log", stop, POSTTRAIN_FAULT="loop.stepped:5:kill")  # 2 are SFT's
     with pytest.raises(WorkerFailed, match=r"ended with -9 \(out of memory\? try --parallel 1\); its output is in"):
         broken.run(job_of(settings, home), lambda value: True, lambda *_: None)
     (begun,) = (Path(settings.output) / "small" / "stages" / "policy").glob("*.open")
     assert CheckpointStore(begun / "checkpoints").newest().iteration == 2
     asked, seen = [], []
-    worker = Worker(tmp_path / "b.log", environment(), stop)
+    worker = worker_of(tmp_path / "b.log", stop)
     fields = worker.run(
         job_of(settings, home, rungs=0), lambda value: asked.append(value) or True,
         lambda stage, done, total, message: seen.append((stage, done)),
@@ -69,11 +74,11 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(settings, t
     failed = worker.run(job_of(settings, home, metric="no/such"), lambda value: True, lambda *_: None)
     assert failed["status"] == "failed" and "no stage of the trial logs it; it logs" in failed["why"]
     assert "Error:" not in failed["why"]  # the text for people, without the name of a class
-    process = psutil.Process(worker._process.pid)
+    process = psutil.Process(worker._process.process.pid)
     worker.close()
     assert not process.is_running()
     stop.set()
-    late = Worker(tmp_path / "c.log", environment(), stop)
+    late = worker_of(tmp_path / "c.log", stop)
     with pytest.raises(Stopped):
         late.run(job_of(settings, home), lambda value: True, lambda *_: None)
     run.close()

@@ -1,5 +1,6 @@
 """Rollout workers as real Ray actors; skipped without Ray."""
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ from helpers.worker_cluster import letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError, WorkerFailed
-from rl_core.rollout_workers import ray_cluster
-from rl_core.rollout_workers.ray_cluster import RayCluster, check_address, check_store
+from rl_core.rollout_workers import ray_session
+from rl_core.rollout_workers.ray_cluster import RayCluster, check_store
+from rl_core.rollout_workers.ray_session import LEAST_STORE, check_address
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
 from rl_core.settings import RolloutSettings
@@ -110,6 +112,29 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
+def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch):
+    """On a real cluster of one node; another version here is as one there."""
+    before = leftovers()
+    session = ray_session.RaySession(None, 1)
+    session.begin()
+    try:
+        assert [node["CPU"] for node in session.nodes()] == [1.0]
+        session.check_versions()
+        monkeypatch.setattr(ray_session, "PACKAGES", ("torch", "no-such-package"))
+        session.check_versions()  # neither has it
+        known = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "torch" else known(name))
+        with pytest.raises(SettingsError, match=r"a node of the cluster \(.*\) has torch 2.*, this process 9.9"):
+            session.check_versions()
+        monkeypatch.setattr(ray_session, "NODES_S", -1.0)
+        with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not say within"):
+            session.check_versions()
+    finally:
+        session.close()
+    assert leftovers() == before
+
+
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start():
     run = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=120)
     folder = Path(run.stdout.split()[-1])
@@ -155,7 +180,7 @@ def test_a_cluster_that_does_not_answer_is_one_line():
 
 
 def test_a_store_that_does_not_fit_is_one_line():
-    assert check_store(0) == ray_cluster.LEAST_STORE
+    assert check_store(0) == LEAST_STORE
     with pytest.raises(SettingsError, match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine"):
         check_store(2**50)
 
@@ -188,8 +213,9 @@ class BusyRay:
 
 
 def test_a_busy_machine_gets_more_time_to_start(monkeypatch):
-    for failures, started in ((0, 1), (2, 3)):
-        busy = BusyRay(failures)
+    lost = "System error: Failed to connect to GCS. Please check if the GCS server is running"
+    for failures, started, *message in ((0, 1), (2, 3), (2, 3, lost)):
+        busy = BusyRay(failures, *message)
         monkeypatch.setitem(sys.modules, "ray", busy)
         cluster = RayCluster(SETTINGS)
         cluster.open(0)

@@ -12,6 +12,7 @@ from rl_core.errors import DataError
 from rl_core.rollout_workers.live_worker import LiveWorker
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
+from rl_core.rollout_workers.team import _WorkerSeat
 from rl_core.rollout_workers.tickets import Ticket, token_versions
 from rl_core.rollout_workers.weights import all_weights, pack, skeleton
 from rl_core.rollout_workers.worker import WorkerSpec, runtime_versions
@@ -130,6 +131,34 @@ def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path)
     open_tickets = [ticket.number for ticket in resumed.stream._open()]
     assert len(used) == len(set(used)) == 6 * 4
     assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next))
+
+
+def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(tokenizer):
+    trainer = make_stream(tokenizer, staleness=1)
+    stream = trainer.stream
+    stream._seats = [_WorkerSeat(number, f"worker {number}") for number in range(2)]
+    given = []
+    stream._ask = lambda seat, method, tickets, *_: given.append((seat.number, [t.number for t in tickets]))
+
+    def ticket(number, plays=0):
+        return Ticket(number, EpisodeRequest(number, "low"), 3, 1.0, 5, plays)
+
+    stream._players = {0: 0, 1: 1, 2: 0}  # each was too slow for one of them
+    stream._queue.extend([ticket(0, 1), ticket(1, 1), ticket(2, 2), ticket(3), ticket(4)])
+    stream._hand_out(1, SamplingSettings())  # 2 under way at a time, so 1 each
+    # 0 and 1 change places; an iteration will wait for 2, so it goes beyond the share; 3 and 4 wait
+    assert given == [(0, [1]), (1, [0, 2])] and [t.number for t in stream._queue] == [3, 4]
+
+
+def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
+    monkeypatch.setattr("rl_core.rollout_workers.stream.HUNG_S", 0.2)
+    trainer = make_stream(tokenizer)
+    run(trainer, 1)
+    cluster, told = trainer.stream.cluster, []
+    trainer.stream.on_event = told.append
+    cluster.hung = [cluster.workers[1]]
+    run(trainer, 3)
+    assert trainer.stream.lost_workers == 1 and "rollout worker 1 was lost (no sign of life for 120 s)" in told[0]
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b'{"iteration": 0, "part": 0, "groups": [{"number": 1}]}\n', b"\xff\n"])

@@ -95,6 +95,45 @@ def test_a_place_that_loses_every_worker_ends_the_run_with_one_error(tokenizer):
     assert "\n" not in str(caught.value)
 
 
+def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_that_it_missed(tokenizer):
+    alone = bits(letters_trainer(tokenizer), 5)
+    cluster = LocalCluster()
+    trainer = with_team(letters_trainer(tokenizer), cluster)
+    rows, late = [], []
+    for iteration in range(5):
+        if iteration == 1:
+            cluster.hangs_at_play = cluster.workers[1]
+        if iteration == 3:
+            cluster.hung, cluster.hangs_at_play = [], None
+        found, last = bits(trainer, 1)
+        rows += found
+        late.append(trainer.team.metrics()["perf/late_workers"])
+    assert (rows, last) == alone
+    assert late == [0, 1, 1, 0, 0] and trainer.team.lost_workers == 0
+    assert [seat.version for seat in trainer.team._seats] == [4, 4]
+    updates = [update.number for worker, name, (update, *_) in cluster.calls
+               if name == "load" and worker is cluster.workers[1]]  # fmt: skip
+    assert updates == [0, 1, 3, 4], "nothing was sent to it while it was late"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_worker_without_a_sign_of_life_is_replaced(tokenizer, count, monkeypatch):
+    monkeypatch.setattr("rl_core.rollout_workers.heartbeats.EVERY_S", 0.01)
+    monkeypatch.setattr("rl_core.rollout_workers.heartbeats.HUNG_S", 0.05)
+    alone = bits(letters_trainer(tokenizer), 4)
+    cluster, told = LocalCluster(), []
+    trainer = with_team(letters_trainer(tokenizer), cluster, count)
+    trainer.team.on_event = told.append
+    first, _ = bits(trainer, 1)
+    cluster.hung = [cluster.workers[0]]
+    while not told:  # of two workers the other one goes on meanwhile
+        found, last = bits(trainer, 1)
+        first += found
+    found, last = bits(trainer, 4 - len(first)) if len(first) < 4 else ([], last)
+    assert first[:4] + found == alone[0][: len(first[:4] + found)] and trainer.team.lost_workers == 1
+    assert "rollout worker 0 was lost (no sign of life for" in told[0]
+
+
 def test_only_changed_weights_travel(tokenizer):
     trainer = with_team(letters_trainer(tokenizer, learning_rate=1e-2), LocalCluster(), count=1)
     trainer.step()

@@ -98,7 +98,10 @@ def test_a_proof_lifts_the_refusal_of_exactly_its_model(stage):
         ("m", 4): {"export.refused": "why"},
     }
     stage.prove()
-    assert stage.tagged[("m", 3)]["export.refused"] == "why" and stage.tagged[("m", 4)] == {"export.refused": ""}
+    assert stage.tagged[("m", 3)] == {"model_sha256": "another", "export.refused": "why"}
+    tags, digest = stage.tagged[("m", 4)], digest_folder(stage.folder / "policy" / "model")
+    assert tags["export.refused"] == "" and tags["export.model_sha256"] == digest
+    assert float(tags["export.trained_difference_max"]) < 1e-4, "a version that no gate met has its figures, too"
 
     def away(name):
         raise BackendError("the store is away")
@@ -179,6 +182,42 @@ def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
     settings = from_dict({"name": "t", "stages": {"sft": {}}})
     with pytest.raises(ExportMismatch, match="version 2 of t is not promoted: its log-probs differ by 2 nats"):
         promote_version(settings, 2)
+
+
+@pytest.mark.parametrize(
+    ("tags", "proof", "is_taken"),
+    [
+        ({"model_sha256": "a", "export.model_sha256": "a"}, None, True),
+        ({"model_sha256": "a", "export.model_sha256": "b"}, None, False),  # of another folder
+        ({"model_sha256": "a"}, None, False),
+        ({"model_sha256": "a"}, {"models": {"policy": {"model_sha256": "a"}}}, True),  # the store was away
+        ({"model_sha256": "a"}, {"models": {"policy": {"model_sha256": "b"}}}, False),
+        ({"model_sha256": "a"}, {"models": []}, False),
+        ({"model_sha256": "a"}, [], False),
+        ({}, {"models": {"policy": {"model_sha256": ""}}}, False),
+        ({"export.model_sha256": "a"}, None, True),  # registered without a digest
+    ],
+)
+def test_a_version_without_a_proof_of_its_folder_is_not_promoted_by_hand(monkeypatch, tmp_path, tags, proof, is_taken):
+    moved = []
+    version = SimpleNamespace(version=2, tags=tags)
+    registry = SimpleNamespace(
+        champion=lambda name: None, version=lambda name, number: version, tag_version=lambda *a: None,
+        set_champion=lambda name, number: moved.append((name, number)),
+    )  # fmt: skip
+    tracking = SimpleNamespace(registry=registry, journal_move=lambda *a: None)
+    monkeypatch.setattr("tasks.lifecycle.promotion_by_hand.Tracking", lambda *a: tracking)
+    if proof is not None:
+        place = tmp_path / "t" / "stages" / "export" / "key"
+        place.mkdir(parents=True)
+        (place / "export.json").write_text(json.dumps(proof))
+    settings = from_dict({"name": "t", "output": str(tmp_path), "stages": {"sft": {}}})
+    if is_taken:
+        assert promote_version(settings, 2) == "version 2 of t is the champion now"
+    else:
+        with pytest.raises(ExportMismatch, match=r"version 2 of t is not promoted: there is no proof .*export: \{\}"):
+            promote_version(settings, 2)
+    assert moved == ([("t", 2)] if is_taken else [])
 
 
 def test_dropped_weights_are_named(stage):

@@ -173,13 +173,17 @@ def test_a_store_that_is_away_is_asked_once(tmp_path, sink, monkeypatch):
     assert tracking.replay_all() == 0 and len(sink.runs) == 3
 
 
+def proven(digest):
+    return {"model_sha256": digest, "export.model_sha256": digest}
+
+
 @pytest.fixture
 def by_hand(tracking, output, models):
     """Settings of a pipeline with two versions, each of a run of its own that is over."""
     folders = []
     for stage in ("sft", "policy"):
         run = tracking.start_run(stage, output / "by-hand" / stage, interval_s=0.05)
-        run.log_model(models["policy"], "policy", "by-hand", tags={"model_sha256": f"sha of {stage}"})
+        run.log_model(models["policy"], "policy", "by-hand", tags=proven(f"sha of {stage}"))
         run.close()
         folders.append(run.folder)
     tracking.set_champion("by-hand", 2)

@@ -1,0 +1,102 @@
+"""Durations that a simulation of this machine needs beside those of `one_run.parts`: weights, calls, crowded cores.
+
+publish, verify: the trainer's side of a weight update; load: a worker's. call, group: a task to an actor on Ray and its
+result back, by least squares over tasks of one and of eight groups. crowding: times as long as alone that an iteration
+takes in each of 2, 3, 4 ... processes that train and sample at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import torch
+
+from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, on_ray
+
+REPEATS = 12
+BEGIN_S = 25.0  # for processes to start and warm up before they are measured together
+
+
+class Echo:
+    """An actor that gives back what it gets."""
+
+    def answer(self, value):
+        return value
+
+
+def costs(options):
+    """Seconds of each, medians."""
+    found = {**weight_costs(options.get("shape", "0.9M")), **call_costs(options.get("shape", "0.9M"))}
+    alone = together(1, options["crowd_seconds"])
+    crowding = [1.0, *(together(count, options["crowd_seconds"]) / alone for count in range(2, options["most"] + 1))]
+    return {**found, "crowding": crowding}
+
+
+def timed(work):
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def weight_costs(shape):
+    """A weight update, both sides in this process and one after the other."""
+    from rl_core.models.trainable_weights import trainable_weights
+    from rl_core.rollout_workers.weights import all_weights, digests, pack, skeleton
+    from rl_core.rollout_workers.worker import RolloutWorker, WorkerSpec, runtime_versions
+
+    trainer, _ = make_trainer(on_ray(1), shape=shape)
+    team, parts, sampling = trainer.team, trainer.team.parts, trainer.settings.sampling
+    spec = WorkerSpec(
+        skeleton(parts.model), "cpu", parts.renderer, parts.environment, list(parts.eos_ids), parts.pad_id,
+        parts.backend.max_length, 1, runtime_versions(),
+    )  # fmt: skip
+    worker = RolloutWorker(spec, pack(all_weights(parts.model)))
+    rows = {"publish_seconds": [], "verify_seconds": [], "load_seconds": []}
+    for number in range(REPEATS):
+        with torch.no_grad():
+            for parameter in parts.model.parameters():
+                parameter.add_(1e-6)
+        rows["publish_seconds"].append(
+            timed(lambda n=number: team._next_update(digests(trainable_weights(parts.model)), n, sampling))
+        )
+        rows["verify_seconds"].append(timed(team._ask_own))
+        rows["load_seconds"].append(timed(lambda: worker.load(team._update, team._probe)))
+    return {name: statistics.median(values[2:]) for name, values in rows.items()}
+
+
+def call_costs(shape):
+    """A call with a task's result to an actor and back, by its groups."""
+    from rl_core.rollout_workers.worker import PlayedTask
+
+    trainer, _ = make_trainer(IN_PROCESS, shape=shape)
+    trainer.step()
+    cluster = KeptRay(on_ray(1))
+    cluster.open(0)
+    actor = cluster.actor(Echo, num_cpus=1)
+    seconds = {}
+    for count in (1, len(trainer.groups)):
+        task = PlayedTask(list(range(count)), list(trainer.groups[:count]), [])
+        rows = [timed(lambda t=task: cluster.result(actor.answer.remote(t))) for _ in range(2 * REPEATS)]
+        seconds[count] = statistics.median(rows[4:])
+    ((few, short), (many, long)) = sorted(seconds.items())
+    group = max(0.0, (long - short) / (many - few))
+    cluster.stop(actor)
+    return {"call_seconds": max(0.0, short - few * group), "group_seconds": group}
+
+
+def together(count, seconds):
+    """Median seconds of an iteration of so many processes that train and sample in the same span."""
+    job = {"kind": "steps", "mean": 0.0, "workers": 0, "seconds": seconds, "begin_at": time.time() + BEGIN_S}
+    command = [sys.executable, "-W", "ignore", "-m", "asynchrony.one_run", json.dumps(job)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(count)
+    ]
+    found = [json.loads(process.communicate()[0]) for process in processes]
+    begins = sorted(row["began_at"] for row in found)
+    assert all(after - before < 1.0 for before, after in pairwise(begins)), "they did not begin together: raise BEGIN_S"
+    return statistics.median(row["median_s"] for row in found)
