@@ -42,6 +42,7 @@ EXCEPTIONS = {
     "trainer/curriculum/stage_iterations": "begins anew at the rollback; test_curriculum.py resumes at every iteration",
     "trainer/curriculum/window/series/*": "as above",
     "trainer/curriculum/streaks": "as above",
+    "trainer/evaluated/*": "for conditions on an evaluation; test_watched_metrics.py resumes between the two",
     "trainer/numerics/failed": "of rollbacks in a row, which end a run; test_numerics.py resumes between them",
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
