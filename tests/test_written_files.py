@@ -50,7 +50,7 @@ EXCEPTIONS = {
         "own_file",
     ): "LineLog: appended, cut and synced through one locked descriptor",
     ("tasks/processes/rank_zero_events.py", "own_file"): "checked lines, appended through one descriptor",
-    ("flows/sweep/pool.py", "fdopen"): "a pipe",
+    ("flows/sweep/trial_process.py", "fdopen"): "a pipe",
     ("flows/sweep/worker.py", "fdopen"): "a pipe",
     ("flows/cli/streams.py", "os.open"): "os.devnull",
     ("flows/cli/streams.py", "fdopen"): "standard output and error, where the caller closed them",

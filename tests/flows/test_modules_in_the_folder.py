@@ -70,7 +70,8 @@ def test_servers_of_up_find_it_too(folder, monkeypatch):
 def test_no_child_takes_the_current_folder_first():
     """`python -m` does; `-P` or PYTHONSAFEPATH keeps it from that."""
     in_safe_environments = {"flows/operations/services.py", "flows/operations/supervisor.py",
-                            "flows/operations/registration.py", "tasks/processes/launch.py"}  # fmt: skip
+                            "flows/operations/registration.py", "tasks/processes/launch.py",
+                            "flows/monitor/supervised_page.py"}  # fmt: skip
     found = {
         str(path.relative_to(ROOT))
         for room in NAMES

@@ -536,7 +536,8 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     assert "model_version" not in away.results["sft"].summary
     told = away.table(width=200)
     assert "promote: not decided: the champion is known to the tracking store alone" in told
-    assert "1 model version and" in told and "`posttrain sync` or the next run delivers them" in told
+    sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
+    assert "1 model version and" in told and sync in told
     assert [record.status for record in recorded_runs(tmp_path)] == ["postponed"]
     assert Reader(tmp_path).run("").status == "postponed"
     assert main(["sync", "--output", str(tmp_path)]) == 1

@@ -357,7 +357,7 @@ def test_bodies_that_are_none(idle, started):
     for number in ("NaN", '[{"b": -Infinity}]', "1e999"):  # a database that keeps JSON as such takes none
         body = json.dumps({**run_of, "user_metadata": {"a": "?"}}).replace('"?"', number)
         found = idle.call("POST", "create_model", content=body.encode(), status=422)
-        assert "user_metadata: Value error, holds a number that is not finite" in found["detail"]
+        assert "user_metadata: holds a number that is not finite" in found["detail"]
     assert idle.post("create_model", {**run_of, "user_metadata": {"a": "NaN", "b": [1.5, None]}})["model_id"]
     idle.call("POST", "create_session", content=bytes(65 * MIB), status=413)
     for limit in ("0", "-1", "x", "1e9", "99999999999999999999"):

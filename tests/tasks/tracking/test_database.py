@@ -61,7 +61,7 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def new_tables(tmp_path_factory):
-    """What MLflow makes, once for all tests: it takes seconds."""
+    """MLflow's own tables, made once for all tests: it takes seconds."""
     path = tmp_path_factory.mktemp("tables") / "mlflow.db"
     Tracking(None, path.parent).store.load()
     database._fill(path)
