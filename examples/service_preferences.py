@@ -17,8 +17,8 @@ from rl_core import environments
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments.pixel_grid_questions import COLOURS
 
-LEVEL, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 64, 32, 0.5, 1e-3
-PAIRS = {"dpo": 400, "reward": 1600}  # a score head begins with nothing
+LEVEL, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 192, 32, 0.5, 1e-3
+PAIRS = {"dpo": 400, "reward": 2400}  # a score head begins with nothing
 
 
 def make_pairs(renderer, count, seed=0):
