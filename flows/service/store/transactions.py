@@ -27,7 +27,7 @@ from rl_core.storage.write_ahead_log import WriteAheadLog
 __all__ = ["Database", "counted"]
 
 BUSY_SECONDS = 30.0
-TURN_SECONDS = 0.0005  # between two tries to get the writer's lock, which is held for about a millisecond
+TURN_SECONDS = 0.0005  # between two tries to get a lock, which is held for about a millisecond
 LOCK = 0x706F7374  # PostgreSQL's advisory lock of writers
 PAGE = 4096  # bytes, of SQLite
 LOG_PAGES = 32_768  # after which any commit copies SQLite's log; `copy_log` comes before it
@@ -189,8 +189,7 @@ def counted(connection: sa.Connection, name: str, by: int = 1) -> int:
 
 def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin` says
-    _set_patience(connection, BUSY_SECONDS)
-    (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    (mode,) = _in_turn(connection, "PRAGMA journal_mode=WAL").fetchone()  # SQLite refuses the second of two at once
     # without a log (some file systems cannot share memory) every commit has to wait for the disk by itself
     for pragma in (
         f"synchronous={'NORMAL' if mode == 'wal' else 'FULL'}", "temp_store=MEMORY", f"wal_autocheckpoint={LOG_PAGES}",
@@ -208,20 +207,27 @@ def _begin(connection: sa.Connection) -> None:
     if not connection.get_execution_options().get(_WRITES):
         raw.execute("BEGIN")
         return
-    # SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need.
-    _set_patience(raw, 0.0)
+    _in_turn(raw, "BEGIN IMMEDIATE")
+
+
+def _in_turn(connection: Any, statement: str) -> Any:
+    """Execute a statement that needs the database to itself.
+
+    SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need; and it does not wait at all
+    where two that read both want to write.
+    """
+    _set_patience(connection, 0.0)
     try:
         end = time.monotonic() + BUSY_SECONDS
         while True:
             try:
-                raw.execute("BEGIN IMMEDIATE")
-                return
+                return connection.execute(statement)
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
                     raise
                 time.sleep(TURN_SECONDS)
     finally:
-        _set_patience(raw, BUSY_SECONDS)
+        _set_patience(connection, BUSY_SECONDS)
 
 
 @contextmanager

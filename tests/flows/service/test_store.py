@@ -289,6 +289,16 @@ def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(s
     other.close()
 
 
+def test_a_new_database_that_another_process_is_making_is_waited_for(tmp_path):
+    other = sqlite3.connect(tmp_path / "new.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")  # it has no log yet: SQLite refuses at once to begin one
+    threading.Timer(0.3, other.rollback).start()
+    store = ServiceStore(f"sqlite:///{tmp_path / 'new.db'}")
+    create(store)
+    store.close()
+    assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 def test_a_log_begins_anew_where_it_is_long_and_not_because_its_file_once_was(store, tmp_path):
     """Each time holds writers up, and the file never shrinks."""
     statements = []
