@@ -52,4 +52,4 @@ def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path):
     found = crash(tmp_path / "crash", "--kills", "100", "--clients", "8", "--steps", "12")
-    assert found["kills"] == 100 and found["problems"] == 0
+    assert found["kills"] >= 100 and found["problems"] == 0
