@@ -189,7 +189,7 @@ def counted(connection: sa.Connection, name: str, by: int = 1) -> int:
 
 def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin` says
-    (mode,) = _in_turn(connection, "PRAGMA journal_mode=WAL").fetchone()  # SQLite refuses the second of two at once
+    (mode,) = _when_free(connection, "PRAGMA journal_mode=WAL").fetchone()  # SQLite refuses the second of two at once
     # without a log (some file systems cannot share memory) every commit has to wait for the disk by itself
     for pragma in (
         f"synchronous={'NORMAL' if mode == 'wal' else 'FULL'}", "temp_store=MEMORY", f"wal_autocheckpoint={LOG_PAGES}",
@@ -207,10 +207,10 @@ def _begin(connection: sa.Connection) -> None:
     if not connection.get_execution_options().get(_WRITES):
         raw.execute("BEGIN")
         return
-    _in_turn(raw, "BEGIN IMMEDIATE")
+    _when_free(raw, "BEGIN IMMEDIATE")
 
 
-def _in_turn(connection: Any, statement: str) -> Any:
+def _when_free(connection: Any, statement: str) -> Any:
     """Execute a statement that needs the database to itself.
 
     SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need; and it does not wait at all
