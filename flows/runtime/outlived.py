@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tasks.pipeline.prefect_api import LATER_PATIENCE, check_api
+
 __all__ = ["Outcome", "api_is_away", "noted", "run"]
 
 api_is_away = threading.Event()  # Prefect could not be told how a flow ended
@@ -47,6 +49,17 @@ def noted() -> Iterator[Outcome]:
         raise
     finally:
         outcome.ended = True
+        _warn_if_silent()
+
+
+def _warn_if_silent() -> None:
+    """Say why a flow takes minutes to end: Prefect asks an API that takes connections and is silent several times."""
+    try:
+        check_api(LATER_PATIENCE)
+    except TimeoutError as error:
+        logger.warning("Prefect's API is silent (%s); the run is over, and its end is told for some minutes", error)
+    except OSError:
+        return
 
 
 def run(flow: Callable[[], Result]) -> Result:

@@ -46,6 +46,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         # A call to an API that is away waits 2 + 4 + 8 seconds, which outlast a restart; the default is a minute.
         "PREFECT_CLIENT_MAX_RETRIES": "3",
+        # One that takes connections and is silent is waited for as often; the default is a minute each time.
+        "PREFECT_API_REQUEST_TIMEOUT": "30",
         # A server with our automations takes three missing heartbeats for a crash (deployments/automations.yaml).
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",

@@ -10,12 +10,10 @@ import contextlib
 import contextvars
 import logging
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect.artifacts import create_markdown_artifact
@@ -23,6 +21,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.settings import get_current_settings
 
+from tasks.pipeline.prefect_api import LATER_PATIENCE, PATIENCE, check_api
 from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
 from tasks.tracking import result_text
@@ -137,11 +136,13 @@ def _replace(identity: UUID, markdown: str, description: str) -> bool:
 def _quietly(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The call's result, None where Prefect's API does not answer.
 
-    Each call to one that is away takes many seconds; after the first, calls are left out until it answers again.
+    A call to an API that is away takes many seconds, and minutes where it takes connections and is silent: so it is
+    asked for a sign of life before, with patience once. A server that Prefect started itself does not come back.
     """
-    if _away.is_set() and not _api_answers():
+    if _away.is_set() and not get_current_settings().api.url:
         return None
     try:
+        check_api(LATER_PATIENCE if _away.is_set() else PATIENCE)
         made = call(*arguments, **named)
     except Exception as error:
         if not _away.is_set():
@@ -154,15 +155,3 @@ def _quietly(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 _away = threading.Event()  # the newest artifact was not taken
-
-
-def _api_answers() -> bool:
-    """True = Prefect's API takes connections; an embedded server that is gone does not come back."""
-    url = urlsplit(get_current_settings().api.url or "")
-    if not url.hostname:
-        return False
-    try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 1.0).close()
-    except OSError:
-        return False
-    return True

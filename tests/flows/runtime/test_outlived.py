@@ -1,6 +1,9 @@
 """A flow whose Prefect API went away: its own outcome counts."""
 
+import socket
+
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.runtime import outlived
 from rl_core.errors import DataError
@@ -49,3 +52,11 @@ def test_what_fails_before_the_flow_begins_is_raised():
         outlived.run(never)
     with pytest.raises(KeyboardInterrupt):
         outlived.run(lambda: flow(lambda: 5, KeyboardInterrupt()))
+
+
+def test_a_silent_api_is_named_before_prefect_waits_for_it(caplog):
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+    with silent, temporary_settings({PREFECT_API_URL: address}):
+        assert flow(lambda: 5) == 5
+    assert "Prefect's API is silent (it takes connections, but gave no answer" in caplog.text

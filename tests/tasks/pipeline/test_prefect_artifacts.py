@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -24,24 +25,54 @@ def answering():
     prefect_artifacts._away.clear()
 
 
-def test_an_api_that_is_away_is_asked_once_and_again_when_it_is_back(caplog):
-    calls = []
+@pytest.fixture
+def made(monkeypatch):
+    """Calls that reached the API, or tried to."""
+    monkeypatch.setattr(prefect_artifacts, "PATIENCE", 0.5)
+    monkeypatch.setattr(prefect_artifacts, "LATER_PATIENCE", 0.1)
+    return []
 
-    def make(fails):
-        calls.append(fails)
-        if fails:
-            raise ConnectionError("refused")
-        return "made"
 
-    with caplog.at_level(logging.WARNING), socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)  # any answer will do
+            made.append(self.path)
+
+        def log_message(self, *_):
+            pass
+
+    with caplog.at_level(logging.WARNING), HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            assert [prefect_artifacts._quietly(make, True) for _ in range(3)] == [None] * 3
-        with temporary_settings({PREFECT_API_URL: address}):
-            assert prefect_artifacts._quietly(make, True) is None
-            assert prefect_artifacts._quietly(make, False) == "made"
-    assert calls == [True, True, False]
-    assert caplog.text.count("takes no artifact (ConnectionError: refused)") == 1
+            assert [prefect_artifacts._quietly(made.append, "call") for _ in range(3)] == [None] * 3
+        assert not made
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
+            assert prefect_artifacts._quietly(lambda: "made") == "made"
+        server.shutdown()
+    assert made == ["/api/health"]
+    assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
+
+
+def test_an_api_that_takes_connections_and_is_silent_is_not_called(made, caplog):
+    """As a server that is stopped or hangs: Prefect's own client would wait for minutes, and try again."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+    with caplog.at_level(logging.WARNING), silent, temporary_settings({PREFECT_API_URL: address}):
+        assert [prefect_artifacts._quietly(made.append, "call") for _ in range(3)] == [None] * 3
+    assert not made
+    assert caplog.text.count("gave no answer for 0.5 s") == 1
+
+
+def test_an_api_that_fails_is_said_once(made, caplog):
+    def fail():
+        made.append("call")
+        raise ConnectionError("reset")
+
+    with caplog.at_level(logging.WARNING), temporary_settings({PREFECT_API_URL: None}):
+        assert [prefect_artifacts._quietly(fail) for _ in range(3)] == [None] * 3
+    assert made == ["call"]  # what Prefect started itself does not come back
+    assert caplog.text.count("takes no artifact (ConnectionError: reset)") == 1
 
 
 def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(monkeypatch):
