@@ -42,10 +42,12 @@ def data(seed: int, size: str) -> tuple[Datum, ...]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, base: Path, threads: int, batch_runs: str) -> Iterator[tuple[str, str, list[int]]]:
-    """Address, key and process numbers of a service of two processes."""
+def served(
+    folder: Path, base: Path, threads: int, batch_runs: str, name: str = "base"
+) -> Iterator[tuple[str, str, list[int]]]:
+    """Address, key and process numbers of a service of two processes, whose only base model has this name."""
     port = next(number for number in range(8500, 8600) if is_free(number))
-    engine = {"bases": {"base": str(base)}, "device": "cpu", "batch_runs": batch_runs}
+    engine = {"bases": {name: str(base)}, "device": "cpu", "batch_runs": batch_runs}
     settings = service_settings({"folder": str(folder), "server": {"port": port}, "engine": engine})
     store = ServiceStore(settings.store_url)
     _, key = store.create_key("bench")
