@@ -20,12 +20,14 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder
+from tasks.tracking.artifact_folders import clear_broken_uploads, local_artifacts
 from tasks.tracking.journal import SCRATCH
 from tasks.tracking.store import Store, missing
 from tasks.tracking.values import metric_name, pinned
@@ -271,6 +273,8 @@ def _log_artifacts(
         )
     elif str(logged.status) == "READY":
         return str(logged.model_id)
+    elif (before := local_artifacts(logged.artifact_location, logged.model_id)) is not None:
+        clear_broken_uploads(before, time.time())
     fault("model.made")
     make_folder(scratch)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as temporary:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.folder_removal import TRASH, remove_folder
+from tasks.tracking.artifact_folders import local_artifacts
 from tasks.tracking.store import Store
 
 __all__ = [
@@ -70,19 +71,8 @@ def _stored(run: Any) -> StoredRun:
         parent=tags.get("mlflow.parentRunId", ""),
         status=info.status,
         tags=tags,
-        artifacts=_local(info.artifact_uri, info.run_id),
+        artifacts=local_artifacts(info.artifact_uri, info.run_id),
     )
-
-
-def _local(uri: str | None, identity: str) -> Path | None:
-    """The folder of one run or model on this machine; only one that bears its id, which nothing else lies in."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-
-    if not uri or ("://" in uri and not uri.startswith("file://")):
-        return None
-    path = Path(local_file_uri_to_path(uri))
-    path = path.parent if path.name == "artifacts" else path
-    return path if path.is_absolute() and path.name == identity and path.is_dir() and not path.is_symlink() else None
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ def stored_models(store: Store, experiments: Collection[str]) -> list[StoredMode
         while experiments:
             page = store.client.search_logged_models(sorted(experiments), page_token=token)
             for model in page:
-                folder = _local(model.artifact_location, model.model_id)
+                folder = local_artifacts(model.artifact_location, model.model_id)
                 found.append(StoredModel(model.model_id, model.source_run_id or "", folder))
             token = page.token
             if not token:

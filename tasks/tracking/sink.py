@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from rl_core.errors import BackendError, DataError
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import remove_folder
 from tasks.run_status import OF_AN_EARLIER_STOP
+from tasks.tracking.artifact_folders import clear_broken_uploads, local_artifacts
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at
@@ -44,6 +46,8 @@ class MlflowSink:
         self._store, self._folder, self._settle = store, folder, settle or (lambda name, time_ms: None)
         self.store = store.label
         assert store.client
+        self._began = time.time()
+        self._cleared: set[str] = set()  # runs without files of an upload that a kill ended
 
     @property
     def identity(self) -> str:
@@ -219,6 +223,7 @@ class MlflowSink:
         if not path.exists():
             return  # sent by a process that was killed before it noted that
         target = event.get("folder") or None
+        self._clear_broken_uploads(run_id)
         if path.is_dir():
             inner = f"{target}/{path.name}" if target else path.name
             self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
@@ -228,7 +233,16 @@ class MlflowSink:
         remove_folder(kept.parent)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
+        self._clear_broken_uploads(run_id)
         self._store.client.log_text(run_id, event["text"], event["name"])
+
+    def _clear_broken_uploads(self, run_id: str) -> None:
+        """Before the first upload to a run, since a record whose upload was killed is delivered again."""
+        if run_id not in self._cleared:
+            self._cleared.add(run_id)
+            folder = local_artifacts(self._store.client.get_run(run_id).info.artifact_uri, run_id)
+            if folder is not None:
+                clear_broken_uploads(folder, self._began)
 
     def _op_dataset(self, run_id: str, event: dict[str, Any]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
