@@ -73,7 +73,10 @@ class ServiceWorkerSettings(Settings):
         3600.0, gt=0.0, le=1e9, doc="for so long a repeated request is still known after its answer is forgotten"
     )
     sampler_seconds: float = setting(
-        86_400.0, gt=0.0, le=1e9, doc="lifetime of an unused sampler without a path; one hour after its session's end"
+        86_400.0,
+        gt=0.0,
+        le=1e9,
+        doc="lifetime of an unused sampler without a path of its own; one hour after its session's end",
     )
     stop_seconds: float = setting(
         60.0, gt=0.0, le=80.0, doc="after SIGTERM, for what is being computed and for saving all runs; then the worker "

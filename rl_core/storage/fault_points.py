@@ -202,6 +202,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("service.snapshot", "a snapshot of a run is published, the store does not say so", "service"),
         ("service.covered", "it does", "service"),
         ("service.replayed", "a run is restored and its requests are computed again", "service"),
+        ("service.kept", "a sampler's weights have a name of their own, which it does not read yet", "service"),
         ("service.saved", "weights are under their path, the store does not know it", "service"),
         ("service.exported", "a saved path is exported for the model registry", "service"),
         ("service.registered", "the registry has its version, the store does not know it", "service"),

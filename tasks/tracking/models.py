@@ -15,9 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.faults import fault
+from rl_core.storage.linked_folders import link, link_tree
 from rl_core.storage.single_files import make_folder
 from tasks.tracking.artifact_folders import clear_broken_uploads, local_artifacts
 from tasks.tracking.journal import SCRATCH
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
     from mlflow.models import ModelSignature
 
-__all__ = ["MODEL_NAME", "check_model", "check_safe", "digest_model", "link_tree", "log_model", "write_mlflow_model"]
+__all__ = ["MODEL_NAME", "check_model", "check_safe", "digest_model", "log_model", "write_mlflow_model"]
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def write_mlflow_model(
     (target / "components" / "tokenizer").mkdir(parents=True)
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
-            _link(path, target / "components" / "tokenizer" / path.name)
+            link(path, target / "components" / "tokenizer" / path.name)
     example = [input_example or "Hello"]
     (target / "input_example.json").write_text(json.dumps(example))
     (target / "serving_input_example.json").write_text(json.dumps({"inputs": example}, indent=2))
@@ -164,21 +163,6 @@ def _write_requirements(target: Path) -> None:
     (target / "conda.yaml").write_text(
         f"name: mlflow-env\nchannels:\n- conda-forge\ndependencies:\n- python={python}\n- pip\n- pip:\n{lines}"
     )
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """The file or folder `source` under another name: hard links where the file system has them, else copies."""
-    if source.is_dir():
-        shutil.copytree(source, target, copy_function=_link)
-    else:
-        _link(source, target)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(source, target)
 
 
 def check_model(folder: Path, kind: str, registered_name: str) -> None:

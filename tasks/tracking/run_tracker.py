@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import sync_tree
+from rl_core.storage.linked_folders import link_tree
 from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.trackers.background import CLOSE_SECONDS, BackgroundTracker
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path, recorded_seconds
-from tasks.tracking.models import check_model, link_tree
+from tasks.tracking.models import check_model
 from tasks.tracking.replay import connect
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.system import SystemMonitor

@@ -167,12 +167,29 @@ class Directory:
         """Forget a sampler. False = there was none."""
         return self._change(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
-    def unused_samplers(self, before: float, ended_before: float) -> list[SamplerRecord]:
-        """Samplers without a path, unused since `before`, or since `ended_before` in a session that is over."""
+    def samplers_in(self, folder: str) -> list[SamplerRecord]:
+        """Samplers that read this folder."""
+        with self._database.reading() as connection:
+            rows = connection.execute(_samplers.select().where(_samplers.c.folder == folder))
+            return [as_record(SamplerRecord, row) for row in rows]
+
+    def move_sampler(self, sampler_id: str, folder: str) -> bool:
+        """Have a sampler read another folder. False = it is gone."""
+        chosen = _samplers.c.sampler_id == sampler_id
+        return self._change(_samplers.update().where(chosen).values(folder=folder))
+
+    def unused_samplers(self, before: float, ended_before: float, own: str) -> list[SamplerRecord]:
+        """Samplers without a path, or with weights of their own, unused since `before`, or since `ended_before` in a
+        session that is over.
+
+        Args:
+            own: part of the path of every folder that is one sampler's own.
+        """
         ended = sa.exists().where(_sessions.c.session_id == _samplers.c.session_id, _sessions.c.finished < ended_before)
         used = _samplers.c.touched
         query = sa.select(_samplers).where(
-            _samplers.c.path.is_(None), (used < before) | (ended & (used < ended_before))
+            _samplers.c.path.is_(None) | _samplers.c.folder.contains(own),
+            (used < before) | (ended & (used < ended_before)),
         )
         with self._database.reading() as connection:
             return [as_record(SamplerRecord, row) for row in connection.execute(query)]

@@ -123,6 +123,8 @@ class Computing:
             answer = SamplerOpened(sampler_id=command.sampler_id)
             return self._answered(request, answer, run=run, rows=(("samplers", row),))
         assert isinstance(command, SaveWeights | SaveForSampler), request.kind
+        if command.path is not None:
+            self._samplers.release(command.path)
         saved = self._weights.save(command, request.owner, request.facts, lambda: self._latest(request.target))
         return self._answered(request, WeightsSaved(path=saved.path), rows=(("checkpoints", asdict(saved)),))
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from flows.service.commands import OpenSampler, SaveForSampler
 from flows.service.store import SamplerRecord, StoredRequest
+from flows.service.worker.service_folder import OWN
 from flows.service.worker.worker_parts import WorkerParts
-from rl_core.errors import ServiceError
+from rl_core.errors import CheckpointError, ServiceError
 from rl_core.service.requests import CreateSampler
 from rl_core.storage.faults import fault
+from rl_core.storage.linked_folders import keep_folder
 
 __all__ = ["LiveSamplers"]
 
@@ -106,6 +108,28 @@ class LiveSamplers:
         record = self._record(command.sampler_id, request, model_id=model_id, folder=folder)
         return asdict(record) | {"base": self._make(record, {"folder": folder})}, {}
 
+    def release(self, path: str) -> None:
+        """Have no sampler read the folder of a saved path, which is about to be written again or is gone.
+
+        Each keeps the weights of its day under a name of its own. One whose path was deleted ends.
+        Raises: ServiceError (server) where the disk refuses.
+        """
+        place = self._folder.weights(path)
+        is_known = self._store.checkpoint(path) is not None and place.is_dir()
+        for record in self._store.samplers_in(self._folder.relative(place)):
+            if not is_known:
+                self._drop(record.sampler_id)
+                self._store.delete_sampler(record.sampler_id)
+                continue
+            own = self._folder.sampler(str(record.model_id), record.sampler_id)
+            self._weights.remove(own)  # of a worker that was killed
+            try:
+                keep_folder(place, own)
+            except CheckpointError as error:
+                raise ServiceError(str(error), "server") from error
+            fault("service.kept")
+            self._store.move_sampler(record.sampler_id, self._folder.relative(own))
+
     @staticmethod
     def _record(sampler_id: str, request: StoredRequest, **values: Any) -> SamplerRecord:
         return SamplerRecord(
@@ -116,9 +140,10 @@ class LiveSamplers:
     def remove_unused(self, lifetime: float, now: float) -> list[str]:
         """Remove samplers without a path that nobody has used for long, with their weights; their names."""
         gone = []
-        for record in self._store.unused_samplers(now - lifetime, now - min(lifetime, HOUR)):
+        unused = self._store.unused_samplers(now - lifetime, now - min(lifetime, HOUR), OWN)
+        for record in unused:
             with contextlib.suppress(ServiceError):
-                if record.folder is not None and record.path is None:
+                if record.folder is not None:
                     self._weights.remove(self._folder.absolute(record.folder))
                 self._drop(record.sampler_id)
                 self._store.delete_sampler(record.sampler_id)

@@ -6,7 +6,7 @@ snapshots/RUN/                          newest states of a run, for replay
 weights/RUN/weights/NAME                saved paths, with the optimizer
 weights/RUN/sampler_weights/NAME        saved paths for samplers
 weights/RUN/external_weights/NAME       Hugging Face or peft folders
-weights/RUN/samplers/NAME               weights of samplers without a path
+weights/RUN/samplers/NAME               weights of one sampler: without a path, or of a path that has others now
 weights/RUN/published/SEQ               weights that in-flight samplers have
 staging/                                model folders on their way to the registry
 """
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from flows.service.wire.tinker_paths import check_name, parse_path
 
-__all__ = ["ServiceFolder", "folder_bytes"]
+__all__ = ["OWN", "ServiceFolder", "folder_bytes"]
+
+OWN = "/samplers/"  # part of the path of weights that one sampler alone reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class ServiceFolder:
         return parse_path(path).folder(self.root)
 
     def sampler(self, model_id: str, sampler_id: str) -> Path:
-        """Weights of a sampler without a path."""
-        return self._of(model_id) / "samplers" / check_name(sampler_id, "sampling_session_id")
+        """Weights that one sampler alone reads."""
+        return self._of(model_id) / OWN.strip("/") / check_name(sampler_id, "sampling_session_id")
 
     def published(self, model_id: str, seq: int) -> Path:
         """Weights for in-flight samplers."""

@@ -40,6 +40,8 @@ class Upkeep:
         settings = self._settings
         self._store.expire(result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds)
         gone = self._weights.remove_expired()
+        for path in gone:
+            self._samplers.release(path)
         gone += self._samplers.remove_unused(settings.sampler_seconds, self._store.now())
         if gone:
             log.info("removed: %s", ", ".join(gone))

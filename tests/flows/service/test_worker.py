@@ -175,6 +175,47 @@ def test_a_sampler_outlives_the_worker_and_has_the_weights_of_its_day(store, wor
     assert len(again._samplers._live) == 1
 
 
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+def test_a_sampler_of_a_path_that_is_written_again_keeps_the_weights_of_its_day(
+    store, worker, tmp_path, base_folder, kind
+):
+    def save_again(seq):
+        return save("r", seq, "a", overwrite=True) if kind == "weights" else save_for_sampler("r", seq, "a")
+
+    def asked(worker, number, *samplers):
+        more = [dataclasses.replace(sample(name, number), facts={"seed": 3}) for name in samplers]
+        return [samples_of(one) for one in ask(store, worker, *more)]
+
+    path = f"tinker://r/{kind}/a"
+    ask(store, worker, create("r"), save_again(1))
+    ask(store, worker, open_sampler("old", path=path), open_sampler("idle", path=path))
+    before = asked(worker, 0, "old")
+    ask(store, worker, loss("r", 2, random_data(2)), update("r", 3, learning_rate=0.5), save_again(4))
+    ask(store, worker, open_sampler("new", path=path))
+    again = EngineProcess(settings_of(tmp_path, base_folder, samplers_in_memory=1), store)  # as after a kill
+    old, new, idle = asked(again, 1, "old", "new", "idle")
+    assert [old] == [idle] == before and new != old
+    assert store.sampler("old").folder == "weights/r/samplers/old" and store.sampler("old").path == path
+    assert {one.name for one in (tmp_path / "weights/r/samplers").iterdir()} == {"old", "idle"}
+    again._samplers.remove_unused(0.0, store.now() + 10)
+    assert store.sampler("old") is None and not list((tmp_path / "weights/r/samplers").iterdir())
+    assert asked(again, 2, "new") == [new]  # what is read under its path stays
+
+
+def test_a_sampler_of_a_path_that_is_deleted_ends(store, worker):
+    ask(store, worker, create("r"), save("r", 1, "a"))
+    ask(store, worker, open_sampler("p", path="tinker://r/weights/a"))
+    store.delete_checkpoint("tinker://r/weights/a")
+    (saved,) = ask(store, worker, save("r", 2, "a"))  # before any upkeep
+    (found,) = ask(store, worker, sample("p", 1))
+    assert saved.state == "done" and "no sampler 'p'" in found.error
+    ask(store, worker, open_sampler("q", path="tinker://r/weights/a"))
+    store.delete_checkpoint("tinker://r/weights/a")
+    worker._upkeep.now()
+    (found,) = ask(store, worker, sample("q", 1))
+    assert "no sampler 'q'" in found.error
+
+
 def test_inflight_samplers_follow_their_run_also_over_a_restart(store, worker, tmp_path, base_folder):
     def asked(worker, number, *samplers):
         more = [dataclasses.replace(sample(name, number), facts={"seed": 3}) for name in samplers]
