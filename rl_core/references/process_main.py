@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,6 +35,7 @@ def start(source: dict[str, Any], pass_tokens: int, threads: int) -> ModelScorer
 def main(descriptor: int) -> None:
     """Serve the owner at the other end of a connection."""
     connection: Connection = Connection(descriptor)
+    threading.Thread(target=_end_with_owner, args=(descriptor,), daemon=True).start()
     scorer: ModelScorer | None = None
     while True:
         try:
@@ -52,6 +56,15 @@ def main(descriptor: int) -> None:
             send(connection, {"lengths": [len(row) for row in answer]}, values)
         except Exception as error:
             send(connection, {"error": str(error) or first_line(error), "kind": type(error).__name__}, _NOTHING)
+
+
+def _end_with_owner(descriptor: int) -> None:
+    """End this process when the other end of the connection is closed, be it within a pass that nobody waits for."""
+    closed = select.poll()
+    closed.register(descriptor, select.POLLRDHUP)
+    while not closed.poll():
+        continue
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""The process of a reference model and its owner."""
+
+import subprocess
+import sys
+from multiprocessing import Pipe
+
+import numpy as np
+from helpers import ROOT
+
+from rl_core.references.own_process import receive, send
+
+SLOW = """
+import sys, time, torch
+from rl_core.references import process_main
+
+class SlowScorer:
+    model = torch.nn.Linear(1, 1)
+
+    def score(self, rows, temperature):
+        time.sleep(600)
+
+process_main.start = lambda **source: SlowScorer()
+process_main.main(int(sys.argv[1]))
+"""
+
+
+def test_a_process_ends_within_a_pass_when_its_owner_is_gone():
+    """As after SIGKILL: a run that is started again needs the memory."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT) as child:
+        theirs.close()
+        send(ours, {}, np.zeros(0))
+        receive(ours)
+        send(ours, {"lengths": [2], "temperature": 1.0}, np.zeros(2, dtype=np.int64))
+        ours.close()
+        try:
+            assert child.wait(120) == 0
+        finally:
+            child.kill()
