@@ -117,6 +117,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         config=arguments.config, overrides=tuple(overrides), dimensions=tuple(dimensions), method=arguments.method,
         trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage,
         metric=arguments.metric or "success", minimize=arguments.minimize, finalists=arguments.finalists,
+        elsewhere=arguments.ray is not None,
     )  # fmt: skip
     base = plan.base()
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_adapter",
+    "check_few_bits",
     "is_fresh",
     "is_lora",
     "merged",
@@ -201,12 +202,24 @@ def save_merged(model: Any, folder: Path) -> None:
 
 
 def quantized_loading(settings: LoraSettings | None, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Options of `from_pretrained` for frozen weights in few bits; {} = none.
-
-    Raises: SettingsError without a CUDA device or without bitsandbytes.
-    """
+    """Options of `from_pretrained` for frozen weights in few bits; {} = none. Raises: as `check_few_bits`."""
     if settings is None or settings.quantize == "none":
         return {}
+    check_few_bits(settings, device)
+    from transformers import BitsAndBytesConfig
+
+    in_four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    bits = in_four if settings.quantize == "nf4" else {"load_in_8bit": True}
+    return {
+        "quantization_config": BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=dtype),
+        "device_map": {"": device},
+    }
+
+
+def check_few_bits(settings: LoraSettings, device: torch.device) -> None:
+    """Raises: SettingsError where frozen weights in few bits cannot be had: no CUDA device, or no bitsandbytes."""
+    if settings.quantize == "none":
+        return
     if device.type != "cuda":
         raise SettingsError(
             f"lora.quantize: {settings.quantize} needs a CUDA device, and the model is to be on {device.type}; set "
@@ -217,14 +230,6 @@ def quantized_loading(settings: LoraSettings | None, device: torch.device, dtype
             f"lora.quantize: {settings.quantize} needs the package bitsandbytes, which is not installed: pip install "
             "bitsandbytes"
         )
-    from transformers import BitsAndBytesConfig
-
-    in_four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    bits = in_four if settings.quantize == "nf4" else {"load_in_8bit": True}
-    return {
-        "quantization_config": BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=dtype),
-        "device_map": {"": device},
-    }
 
 
 def _adapter_layers(model: torch.nn.Module) -> list[Any]:
