@@ -209,6 +209,8 @@ def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
     description = describe(pipeline_run, rows)
     parent.set_description(description)
     parent.set_tag("result", headline(rows))
+    if decision := _decision(pipeline_run):
+        parent.set_tag("gate.decision", decision)  # a column of MLflow's table of runs
     fault("flow.described")
     title = f"{pipeline_run.settings.name}: {pipeline_run.seconds:.0f} s"
     picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", title)
@@ -217,6 +219,14 @@ def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
     run_url = pipeline_run.tracking.run_url(parent.run_id or "")
     link = f"[MLflow run]({run_url})\n\n" if run_url else ""
     return f"# {parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
+
+
+def _decision(pipeline_run: PipelineRun) -> str:
+    """The gate's decision in a word or two; "" where the run has no gate."""
+    if pipeline_run.postponed:
+        return "postponed"
+    promote = pipeline_run.results.get("promote")
+    return str(promote.summary.get("decision", "")) if promote is not None else ""
 
 
 def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +195,7 @@ def validate(arguments: argparse.Namespace) -> int:
         f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
     )
     print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
-    print(f"  stages    {' -> '.join(settings.stages.active)}")
+    print(_stages_line(settings.stages.active))
     print(f"  model     {_model_line(settings)}")
     for line in data:
         print(f"  data      {line}")
@@ -202,6 +205,12 @@ def validate(arguments: argparse.Namespace) -> int:
         print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
+
+
+def _stages_line(names: Sequence[str]) -> str:
+    """Stages in their order, within the width of the terminal."""
+    width = max(36, shutil.get_terminal_size().columns)
+    return textwrap.fill(f"  stages    {' -> '.join(names)}", width, subsequent_indent=" " * 12)
 
 
 def _model_line(settings: PipelineSettings) -> str:

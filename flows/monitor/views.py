@@ -250,7 +250,8 @@ def _success(run: RunView, stage: StageView) -> str:
     ):
         series = stage.table.series.get(name)
         if series is not None:
-            return percent(series.mean(10))
+            told = percent(series.mean(10))
+            return f"ranks {told}" if name.endswith("/accuracy") else told
     return ""
 
 
