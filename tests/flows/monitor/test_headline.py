@@ -54,6 +54,16 @@ def test_a_run_that_trains_shows_success_its_change_reward_and_time():
     assert tiles(run(status="running"), None) is None
 
 
+def test_a_kl_that_is_0_by_definition_makes_room_for_the_entropy():
+    def told(**metrics):
+        found = tiles(run(stage("policy"), status="running"), stage("policy", reward__mean=[1.0], **metrics))
+        return [(item["label"], item["value"]) for item in found["items"][1:]]
+
+    assert told(policy__update_kl=[0.0, 0.0], policy__entropy=[0.5, 0.5]) == [("entropy", "0.500")]
+    assert told(policy__update_kl=[0.0, 0.5], policy__entropy=[0.5, 0.5]) == [("KL", "0.250")]
+    assert told(policy__update_kl=[0.1], policy__ref_kl=[0.75], policy__entropy=[0.5]) == [("KL", "0.750")]
+
+
 def test_an_alarm_about_the_reward_is_seen_while_it_is_on():
     (note,) = alarms(run(stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
     assert note["tone"] == "bad" and "Since step 3" in note["lines"][1]
