@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.monitor.folder_listing import FolderListing
-from flows.monitor.runs import RunJournal, RunView, StageView, answered, judge, seconds_left
+from flows.monitor.runs import NOT_RUN, TO_COME, RunJournal, RunView, StageView, answered, judge, seconds_left
 from flows.monitor.series import SeriesTable
 from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
@@ -196,7 +196,7 @@ class Reader:
         self._fill_from_store(view)
         known = {stage.label for stage in view.stages}
         to_come = [name for name in _planned(view, parent.events.params) if name not in known]
-        view.stages += [StageView(name, "not run" if view.is_over else "waiting") for name in to_come]
+        view.stages += [StageView(name, NOT_RUN if view.is_over else TO_COME) for name in to_come]
         return view
 
     def _stage_view(self, run: RunView, journal: RunJournal, cached_as: str) -> StageView:
