@@ -136,6 +136,7 @@ class RunJournal:
         except (KeyError, TypeError, ValueError):
             return None
 
+
 TO_COME, NOT_RUN = "to come", "not run"  # stages that have not begun, of a run that goes on and of one that is over
 
 

@@ -16,6 +16,7 @@ STYLE = """
 .main.fillable{padding:0!important}
 /* heights of Gradio's controls, which come after the charts: nothing moves when they do */
 #pt-place{min-height:94px;margin:8px 0 12px}
+#pt-controls{--slider-color:var(--c0)}
 @media (max-width:1175px){#pt-place{min-height:180px}}
 @media (max-width:700px){#pt-place{min-height:239px}}
 @media (max-width:400px){#pt-place{min-height:269px}}

@@ -162,7 +162,9 @@ def test_the_same_database_at_another_address_is_sent_nothing_twice(tmp_path, si
     events.close()
     sink.store = store.label = "sqlite:///x"
     assert replay_folder(store, tmp_path / "a") == 0
-    assert sink.runs == {"first-0": ["start", "end", "tags"]} and DeliveryCursor.load(tmp_path / "a").store == sink.store
+    assert (
+        sink.runs == {"first-0": ["start", "end", "tags"]} and DeliveryCursor.load(tmp_path / "a").store == sink.store
+    )
     sink.store = store.label = "http://a-copy-that-was-made-before"
     sink.runs.clear()
     assert replay_folder(store, tmp_path / "a") == 0
