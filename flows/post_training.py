@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +258,12 @@ def run_pipeline(
     started: str = "",
     allow_drift: bool = False,
     restart: bool = False,
+    changed: Sequence[str] = (),
 ) -> PipelineResult:
     """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
     Args:
+        changed: overrides that are in the settings already, for the flow run's name.
         started: start time of the run of this pipeline to resume.
         restart: begin its unfinished stage anew.
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
@@ -275,7 +277,7 @@ def run_pipeline(
         computes = fresh or not _is_finished(stages_folder, settings)
         with (
             watched(quiet=quiet, started=started, time_left=time_left, computes=computes),
-            passed_on(settings) as stored,
+            passed_on(settings, changed) as stored,
         ):
             result: PipelineResult = outlived.run(
                 lambda: post_training(stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift)

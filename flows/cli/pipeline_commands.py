@@ -101,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with page_beside(Path(settings.output), arguments.monitor):
         result = run_pipeline(
-            settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
+            settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift,
+            changed=arguments.set,
         )  # fmt: skip
     print(visible(result.table()))
     return 0 if result.ok else 1

@@ -23,6 +23,7 @@ from tasks.run_status import run_status
 
 __all__ = ["Reader"]
 
+PROMOTE = "promote"
 PAUSE_SECONDS = 1.0  # minimum interval between file checks, over all pages
 LOADED = 8  # runs with metrics in memory, least recently viewed evicted first
 NEW_STAGE_SECONDS = 2.0  # interval between folder listings
@@ -190,6 +191,9 @@ class Reader:
             found = members.get(origin) or by_run.get(origin)
             if found is None:
                 placed.append((when, StageView(label, "cached", note="its files are gone")))
+            elif label == PROMOTE != found.folder.parent.name:  # of a champion: there was nothing to decide
+                note = parent.events.tags.get("gate.reason", "")
+                placed.append((when, StageView(label, "cached", done=1.0, total=1.0, note=note)))
             elif found not in self._members(parent):
                 placed.append((when, self._stage_view(view, found, label)))
         view.stages = [stage for _, stage in sorted(placed, key=lambda item: item[0])]

@@ -56,7 +56,7 @@ def experiment_view() -> dict[str, Any]:
         "selectedColumns": [_DECISION, _RESULT, _CHANGED, *success, _SETTINGS],
         "columnOrder": [_NAME, "attributes.`Created`", _DECISION, _RESULT, _CHANGED, *success, _SETTINGS],
         "columnWidths": {
-            _NAME: 230, _DECISION: 120, _RESULT: 400, _CHANGED: 230, _SETTINGS: 640, **dict.fromkeys(success, 150)
+            _NAME: 250, _DECISION: 115, _RESULT: 380, _CHANGED: 240, _SETTINGS: 640, **dict.fromkeys(success, 150)
         },  # the first five fit beside the menu at 1,400 px
         "compareRunSections": sections,
         "compareRunCharts": charts,

@@ -38,6 +38,9 @@ def test_a_finished_run_shows_results_and_the_decision():
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
         assert refused["items"][-1]["value"] == "not promoted"
+    note = "version 2 of demo is the champion already (version 2 of demo promoted: approved by ada)"
+    again = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
+    assert again["items"][-1]["value"] == "champion already"
 
 
 def test_a_run_that_trains_shows_success_its_change_reward_and_time():

@@ -176,6 +176,18 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     assert run.stage("evaluate").note == "its files are gone"
 
 
+def test_a_champion_that_was_there_is_told_as_such_and_has_no_curves_of_its_training(tmp_path):
+    """The stage `promote` of such a run is noted as taken from the run that trained the champion."""
+    home = make_run(tmp_path, status="FINISHED")
+    already = "version 2 of demo is the champion already"
+    tags = {"cached.policy": "bbbb", "cached.promote": "bbbb", "gate.reason": already}
+    journal(home / "runs/2027-01-15-09-00-00", "demo · 2027-01-15 09:00:00", started=START + 3600, ended=START + 3700,
+            events=[{"op": "tags", "tags": {"cached.policy": "bbbb"}}, {"op": "tags", "tags": tags}])  # fmt: skip
+    run = run_of(tmp_path)
+    assert (run.stage("promote").status, run.stage("promote").note) == ("cached", already)
+    assert run.stage("").label == "policy" and not run.stage("promote").table.series
+
+
 def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
     """A resumed run logs earlier stages once more as cached."""
     home = make_run(tmp_path)
