@@ -166,8 +166,13 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One-line summary: success of the trained models, and the gate's decision, which is cut last."""
+    """One-line summary: success of the trained models, the newest first, and the gate's decision, which is cut last.
+
+    Tables of runs show its beginning alone.
+    """
     known = [row for row in rows if row.get("success") is not None]
+    if not any(row.get("model") or row.get("is_model") for row in known):  # else in the order given
+        known.reverse()
     rates = "; ".join(f"{row.get('model') or row['stage']} {_rate(row)}" for row in known)
     decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
     if rates and decision:

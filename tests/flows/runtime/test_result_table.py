@@ -82,7 +82,7 @@ def test_a_long_headline_keeps_the_decision_whole():
     rates = [{"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""} for n in range(30)]
     decision = "version 3 of demo promoted: gain over champion version 2 +7.0 points; sign test p = 2.56e-06"
     text = headline([*rates, {"stage": "promote", "note": decision}])
-    assert text.startswith("model_0 50.0% [25.0%, 75.0%]; model_1") and text.endswith(f"; …; {decision}")
+    assert text.startswith("model_29 50.0% [25.0%, 75.0%]; model_28") and text.endswith(f"; …; {decision}")
     assert len(text) <= MAX_RESULT
 
 
