@@ -289,9 +289,10 @@ def why(arguments: argparse.Namespace) -> int:
     if settings.stages.own:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
+    from flows.runtime.terminal_text import fitted
 
     found = explain(settings, arguments.name)
-    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
+    print(json.dumps(found.record(), indent=1) if arguments.json else fitted(found.text()))
     return 0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from flows.runtime.terminal_text import fitted
 from tasks.stage_registry import training_stages
 from tasks.tracking import MAX_RESULT, result_text
 
@@ -105,7 +105,7 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     for row in rows:
         if row["note"]:
             note = f"{str(row['stage']).replace('_', ' ')}: {row['note']}"
-            console.print(_wrapped(note) if width is None else note, soft_wrap=True, highlight=False)
+            console.print(fitted(note) if width is None else note, soft_wrap=True, highlight=False)
     console.print()
     if run_url:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
@@ -121,15 +121,6 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
         console.print(f"Pages       {pages}    starts the MLflow and Prefect pages behind these links", soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def _wrapped(note: str) -> str:
-    """A note within the width of the terminal, which would break words; whole in a file or a pipe."""
-    terminal = Console()
-    if not terminal.is_terminal:
-        return note
-    width = max(36, terminal.width)
-    return textwrap.fill(note, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _took(row: Mapping[str, Any]) -> str:
