@@ -17,6 +17,8 @@ STYLE = """
 /* heights of Gradio's controls, which come after the charts: nothing moves when they do */
 #pt-place{min-height:94px;margin:8px 0 12px}
 #pt-controls{--slider-color:var(--c0)}
+#pt-of-curves,#pt-of-trajectories{--checkbox-background-color-selected:var(--c0);
+--checkbox-border-color-selected:var(--c0)}
 /* one line of chosen runs, whatever their number, so that nothing moves when one is chosen */
 #pt-controls .wrap-inner{flex-wrap:nowrap!important;overflow-x:auto;overflow-y:hidden;scrollbar-width:none}
 #pt-controls .token{flex:0 1 auto;min-width:96px;margin-top:0;margin-bottom:0;padding-top:0;padding-bottom:0}
