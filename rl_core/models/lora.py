@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import SettingsError
+from rl_core.models.whole_weights import few_bit_layers, merge_into_plain, plain_weights, saved_as_plain
 from rl_core.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -158,7 +159,17 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
     """Adapters merged into the weights inside; afterwards the weights are the very bits that they were before.
 
     Subtracting an update that was added leaves rounding errors behind, so the original weights are kept and put back.
+    Layers in few bits are plain ones inside (rl_core/models/whole_weights.py).
     """
+    found = few_bit_layers(model)
+    few_bits = {id(layer) for _, _, layer in found}
+    packed = {id(layer) for layer in _adapter_layers(model) if id(layer.base_layer) in few_bits}
+    with plain_weights(model, found):
+        yield from _merged(model, packed)
+
+
+def _merged(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
+    """`packed`: ids of the adapters' layers whose weights are in few bits outside."""
     layers = _adapter_layers(model)
     originals = [layer.base_layer.weight.detach().clone() for layer in layers]
     done: list[Any] = []
@@ -166,7 +177,10 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 done.append(layer)
-                layer.merge()
+                if id(layer) in packed:
+                    merge_into_plain(layer)
+                else:
+                    layer.merge()
         yield
     finally:
         with torch.no_grad():
@@ -198,7 +212,8 @@ def save_merged(model: Any, folder: Path) -> None:
             for name, tensor in base.state_dict().items()
             if ".lora_" not in name and ".original_module." not in name
         }
-        base.save_pretrained(folder, state_dict=state)
+        with saved_as_plain(base):
+            base.save_pretrained(folder, state_dict=state)
 
 
 def quantized_loading(settings: LoraSettings | None, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
