@@ -15,7 +15,7 @@ from flows.runtime.deployed_runs import check_changes, declared_parameters
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import fault
 from tasks.config import PipelineSettings, from_dict, load, pipeline_model, resolve
-from tasks.config.masking import masked
+from tasks.config.masking import MASK, is_secret, masked
 from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.shipped import find_config, shipped
@@ -31,19 +31,21 @@ else:
 
 
 _given: ContextVar[PipelineSettings | None] = ContextVar("_given", default=None)
+_changed: ContextVar[Sequence[str]] = ContextVar("_changed", default=())
 
 
 @contextlib.contextmanager
-def passed_on(settings: PipelineSettings) -> Iterator[dict[str, Any]]:
+def passed_on(settings: PipelineSettings, changed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Parameter that stands for settings in a flow called in this process: Prefect stores it, so secrets are masked.
 
-    Within the block `read_settings` puts them back.
+    Within the block `read_settings` puts them back. `changed`: overrides that are in the settings, for the run's name.
     """
-    token = _given.set(settings)
+    tokens = _given.set(settings), _changed.set(changed)
     try:
         yield masked(resolve(settings))
     finally:
-        _given.reset(token)
+        _given.reset(tokens[0])
+        _changed.reset(tokens[1])
 
 
 def _with_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
@@ -114,16 +116,22 @@ _TOLD = 3  # overrides in a name
 def told_changes(parameters: Mapping[str, Any]) -> str:
     """Changes of a flow run to its config, for its name: the form's changed values, then overrides."""
     declared = declared_parameters() or {}
-    return told_overrides(
-        [*main_overrides(parameters.get("main"), declared.get("main")), *(parameters.get("overrides") or ())]
-    )
+    changed = [*_changed.get(), *(parameters.get("overrides") or ())]
+    return told_overrides([*main_overrides(parameters.get("main"), declared.get("main")), *changed])
 
 
 def told_overrides(overrides: Sequence[str] | None) -> str:
     """Overrides in a flow run's name: `sft learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
     told = [item for item in overrides or () if not item.startswith(_PLACES)]
-    parts = [f"{_short_key(key)}={value[:24]}" for key, _, value in (item.partition("=") for item in told)]
+    parts = [f"{_short_key(key)}={_shown(key, value)}" for key, _, value in (item.partition("=") for item in told)]
     return ", ".join(parts[:_TOLD]) + (f" and {len(parts) - _TOLD} more" if len(parts) > _TOLD else "")
+
+
+def _shown(key: str, value: str) -> str:
+    """Value in a name; secrets are masked as in the parameters, and a block of the environment may hold some."""
+    parts = key.split(".")
+    may_be_secret = any(map(is_secret, parts)) or "{" in value
+    return MASK if parts[0] == "environment" and may_be_secret else value[:24]
 
 
 def _short_key(key: str) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,8 @@ def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
     description = describe(pipeline_run, rows)
     parent.set_description(description)
     parent.set_tag("result", headline(rows))
+    if decision := _decision(pipeline_run):
+        parent.set_tag("gate.decision", decision)  # a column of MLflow's table of runs
     fault("flow.described")
     title = f"{pipeline_run.settings.name}: {pipeline_run.seconds:.0f} s"
     picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", title)
@@ -217,6 +219,14 @@ def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
     run_url = pipeline_run.tracking.run_url(parent.run_id or "")
     link = f"[MLflow run]({run_url})\n\n" if run_url else ""
     return f"# {parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
+
+
+def _decision(pipeline_run: PipelineRun) -> str:
+    """The gate's decision in a word or two; "" where the run has no gate."""
+    if pipeline_run.postponed:
+        return "postponed"
+    promote = pipeline_run.results.get("promote")
+    return str(promote.summary.get("decision", "")) if promote is not None else ""
 
 
 def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
@@ -248,10 +258,12 @@ def run_pipeline(
     started: str = "",
     allow_drift: bool = False,
     restart: bool = False,
+    changed: Sequence[str] = (),
 ) -> PipelineResult:
     """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
     Args:
+        changed: overrides that are in the settings already, for the flow run's name.
         started: start time of the run of this pipeline to resume.
         restart: begin its unfinished stage anew.
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
@@ -265,7 +277,7 @@ def run_pipeline(
         computes = fresh or not _is_finished(stages_folder, settings)
         with (
             watched(quiet=quiet, started=started, time_left=time_left, computes=computes),
-            passed_on(settings) as stored,
+            passed_on(settings, changed) as stored,
         ):
             result: PipelineResult = outlived.run(
                 lambda: post_training(stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift)

@@ -40,9 +40,6 @@ EXCEPTIONS = {
     ("tasks/tracking/models.py", "tempfile.TemporaryDirectory"): "files of an upload",
     ("tasks/tracking/models.py", "write_text"): "files of an upload",
     ("tasks/tracking/models.py", "mkdir"): "files of an upload",
-    ("tasks/tracking/models.py", "shutil.copytree"): "hard links of an upload; kept ones are synced by RunTracker",
-    ("tasks/tracking/models.py", "shutil.copy2"): "as above, on file systems without hard links",
-    ("tasks/tracking/models.py", "os.link"): "as above",
     ("tasks/tracking/registry.py", "rename"): "within a folder that is being published",
     ("tasks/tracking/plug_in.py", "tempfile.mkdtemp"): "a journal that the caller gave no place",
     (

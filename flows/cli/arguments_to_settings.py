@@ -32,7 +32,8 @@ __all__ = [
 def load(arguments: argparse.Namespace, import_code: bool = True, *, ask_servers: bool = False) -> PipelineSettings:
     """Settings of the configuration that is named, with `--set`.
 
-    ask_servers: for commands that sample rollouts, which end at once where their server does not answer.
+    ask_servers: for commands that train, which end at once where the server of their rollouts does not answer, or
+    where there is no GPU for weights in few bits.
     """
     from tasks.config import load
 

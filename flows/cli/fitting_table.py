@@ -14,6 +14,7 @@ __all__ = ["fitting_table", "terminal_columns"]
 _GAP = "  "
 _CUT = ("settings", "result")  # columns that may be cut, the first one first
 _LEAST = 12  # characters of a column that was cut
+_READABLE = 34  # characters of a result: success of a model with its interval, and the name of the next
 _LEFT_OUT = ("settings", "took")  # where the names of the runs alone take most of the width, the first one first
 
 Row = dict[str, str]
@@ -23,7 +24,8 @@ def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
     """Rows with equal keys as aligned text.
 
     In a terminal too narrow for it, links go below the table (that of the newest run alone), then goes the time of the
-    start, which stands in a run's name; then settings and results are cut, and where that is not enough left out.
+    start, which stands in a run's name; then settings and results are cut, and where that is not enough left out:
+    settings where they leave too little of the results.
     Args:
         width: columns; None = the terminal's, or no limit where standard output is none.
     """
@@ -38,6 +40,10 @@ def fitting_table(rows: Sequence[Row], width: int | None = None) -> str:
         if _total(names, cells) > width and "started" in names:
             names.remove("started")
         for name in _CUT:
+            if name == "result" in names and "settings" in names:
+                left = _width(name, cells) - (_total(names, cells) - width)
+                if left < min(_READABLE, _width(name, cells)):
+                    names.remove("settings")  # a dozen characters of it say less than the result does
             if name in names and (over := _total(names, cells) - width) > 0:
                 cells = [{**row, name: _cut(row[name], max(_LEAST, _width(name, cells) - over))} for row in cells]
         for name in _LEFT_OUT:

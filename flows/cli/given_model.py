@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError, nearest
 from tasks.tracking import Tracking
+from tasks.tracking.registered_names import refuse_unregistered
 from tasks.tracking.registry import HUB_NAME, REFERENCE, is_registered_reference
 
 __all__ = ["check_given_model"]
@@ -25,8 +26,10 @@ def check_given_model(name: str, output: Path, uri: str | None) -> None:
         tracking = Tracking(uri, output)
         database = tracking.store.uri.removeprefix("sqlite:///")
         is_file = database != tracking.store.uri
-        if is_file and REFERENCE.fullmatch(name) and not Path(database).exists():  # looking makes none
-            raise SettingsError(f"{name}: no model is registered yet; {database} is not there")
+        if is_file and (match := REFERENCE.fullmatch(name)):
+            if not Path(database).exists():  # looking makes none
+                raise SettingsError(f"{name}: no model is registered yet; {database} is not there")
+            refuse_unregistered(match["name"], match["alias"], match["version"], Path(database), tracking.store.label)
         tracking.registry.find(name)
         return
     path = Path(name).expanduser()

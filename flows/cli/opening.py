@@ -56,10 +56,20 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def _places(settings: PipelineSettings, home: Path) -> list[str]:
     """Folder of the files, and the commands that show how it goes."""
     where = output_option(Path(settings.output))
+    served = _served(Path(settings.output))
     lines = [f"files    {home}"]
-    if find_spec("gradio") is not None:
-        lines.append(f"live     posttrain monitor{where}")
-    return [*lines, f"results  posttrain runs{where}, posttrain ui{where}"]
+    if "monitor" in served or find_spec("gradio") is not None:
+        lines.append(f"live     {served.get('monitor', f'posttrain monitor{where}')}")
+    pages = [url for name in ("mlflow", "prefect") if (url := served.get(name))] or [f"posttrain ui{where}"]
+    return [*lines, f"results  {', '.join((f'posttrain runs{where}', *pages))}"]
+
+
+def _served(output: Path) -> dict[str, str]:
+    """Addresses of the pages that `posttrain up` serves for a folder, by name; {} where it does not run."""
+    from flows.operations.connect import running
+
+    state = running(output)
+    return {service.name: service.url for service in state.services} if state is not None else {}
 
 
 def _finished(settings: PipelineSettings, home: Path) -> list[str]:

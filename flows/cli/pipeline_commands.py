@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with page_beside(Path(settings.output), arguments.monitor):
         result = run_pipeline(
-            settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
+            settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift,
+            changed=arguments.set,
         )  # fmt: skip
     print(visible(result.table()))
     return 0 if result.ok else 1
@@ -117,6 +121,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         config=arguments.config, overrides=tuple(overrides), dimensions=tuple(dimensions), method=arguments.method,
         trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage,
         metric=arguments.metric or "success", minimize=arguments.minimize, finalists=arguments.finalists,
+        elsewhere=arguments.ray is not None,
     )  # fmt: skip
     base = plan.base()
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
@@ -191,7 +196,7 @@ def validate(arguments: argparse.Namespace) -> int:
         f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
     )
     print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
-    print(f"  stages    {' -> '.join(settings.stages.active)}")
+    print(_stages_line(settings.stages.active))
     print(f"  model     {_model_line(settings)}")
     for line in data:
         print(f"  data      {line}")
@@ -201,6 +206,12 @@ def validate(arguments: argparse.Namespace) -> int:
         print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
+
+
+def _stages_line(names: Sequence[str]) -> str:
+    """Stages in their order, within the width of the terminal."""
+    width = max(36, shutil.get_terminal_size().columns)
+    return textwrap.fill(f"  stages    {' -> '.join(names)}", width, subsequent_indent=" " * 12)
 
 
 def _model_line(settings: PipelineSettings) -> str:
@@ -278,9 +289,10 @@ def why(arguments: argparse.Namespace) -> int:
     if settings.stages.own:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
+    from flows.runtime.terminal_text import fitted
 
     found = explain(settings, arguments.name)
-    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
+    print(json.dumps(found.record(), indent=1) if arguments.json else fitted(found.text()))
     return 0
 
 

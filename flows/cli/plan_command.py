@@ -52,6 +52,7 @@ def _resources(arguments: argparse.Namespace) -> int:
     from flows.planning.fitting_changes import changes_for, fits
     from flows.planning.resource_report import plan_record, plan_text
     from flows.planning.stage_plans import plan_pipeline
+    from flows.runtime.terminal_text import fitted
 
     found = plan_pipeline(settings, target, lengths)
     if not found.stages:
@@ -61,7 +62,7 @@ def _resources(arguments: argparse.Namespace) -> int:
     if arguments.json or arguments.format == "json":
         print(json.dumps(plan_record(found, target, changes), indent=2))
     else:
-        print(visible(plan_text(found, target, changes)))
+        print(fitted(visible(plan_text(found, target, changes))))
     return 0
 
 

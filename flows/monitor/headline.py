@@ -44,6 +44,7 @@ def _results(run: RunView) -> list[dict[str, str]]:
     promote = next((stage for stage in run.stages if stage.label == "promote" and stage.note), None)
     if items and promote is not None:
         decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
+        decision = "champion already" if "is the champion already" in promote.note else decision
         why = _first_clause(promote.note)
         items.append({"label": "champion", "value": decision, "sub": why, "title": promote.note})
     return items
@@ -55,13 +56,18 @@ def _first_clause(note: str) -> str:
 
 
 def _now(stage: StageView) -> list[dict[str, str]]:
-    items = []
-    for label, name in (("success", "train/success_rate"), ("reward", "reward/mean"), ("KL", "policy/update_kl"),
-                        ("loss", "train/loss"), ("held-out loss", "eval/loss")):  # fmt: skip
+    items: list[dict[str, str]] = []
+    for label, name in (("success", "train/success_rate"), ("reward", "reward/mean"), ("KL", "policy/ref_kl"),
+                        ("KL", "policy/update_kl"), ("entropy", "policy/entropy"), ("loss", "train/loss"),
+                        ("held-out loss", "eval/loss")):  # fmt: skip
         series = stage.table.series.get(name)
         if series is None or (name == "train/loss" and "reward/mean" in stage.table.series):
             continue
+        if label in ("KL", "entropy") and any(item["label"] == "KL" for item in items):
+            continue  # one of them: entropy where no KL is measured
         values = series.arrays()[2]
+        if label == "KL" and not values.any():
+            continue  # of one step per rollout it is 0 by definition
         now, first = float(values[-_WINDOW:].mean()), float(values[:_WINDOW].mean())
         is_rate = name.endswith("_rate")
         change = f"{100 * (now - first):+.1f} points" if is_rate else f"{now - first:+.3g}"

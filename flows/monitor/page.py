@@ -33,7 +33,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         with gr.Row(equal_height=True, elem_id="pt-controls"):
             runs = gr.Dropdown(listed.runs, value=run, label="Run", scale=3, min_width=260, **_ANY)
             compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220, **_ANY)
-            stage = gr.Dropdown(_stages([]), value=_FOLLOW, label="Stage", scale=1, min_width=150, **_ANY)
+            stage = gr.Dropdown(_stages([]), value=_FOLLOW, label="Stage", scale=1, min_width=165, **_ANY)
             window = gr.Slider(1, MAX_WINDOW, value=WINDOW, step=1, label="Average over", scale=2, min_width=210)
             axis = gr.Dropdown(
                 [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125

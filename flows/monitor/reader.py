@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.monitor.folder_listing import FolderListing
-from flows.monitor.runs import RunJournal, RunView, StageView, answered, judge, seconds_left
+from flows.monitor.runs import NOT_RUN, TO_COME, RunJournal, RunView, StageView, answered, judge, seconds_left
 from flows.monitor.series import SeriesTable
 from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
@@ -23,6 +23,7 @@ from tasks.run_status import run_status
 
 __all__ = ["Reader"]
 
+PROMOTE = "promote"
 PAUSE_SECONDS = 1.0  # minimum interval between file checks, over all pages
 LOADED = 8  # runs with metrics in memory, least recently viewed evicted first
 NEW_STAGE_SECONDS = 2.0  # interval between folder listings
@@ -190,13 +191,16 @@ class Reader:
             found = members.get(origin) or by_run.get(origin)
             if found is None:
                 placed.append((when, StageView(label, "cached", note="its files are gone")))
+            elif label == PROMOTE != found.folder.parent.name:  # of a champion: there was nothing to decide
+                note = parent.events.tags.get("gate.reason", "")
+                placed.append((when, StageView(label, "cached", done=1.0, total=1.0, note=note)))
             elif found not in self._members(parent):
                 placed.append((when, self._stage_view(view, found, label)))
         view.stages = [stage for _, stage in sorted(placed, key=lambda item: item[0])]
         self._fill_from_store(view)
         known = {stage.label for stage in view.stages}
         to_come = [name for name in _planned(view, parent.events.params) if name not in known]
-        view.stages += [StageView(name, "not run" if view.is_over else "waiting") for name in to_come]
+        view.stages += [StageView(name, NOT_RUN if view.is_over else TO_COME) for name in to_come]
         return view
 
     def _stage_view(self, run: RunView, journal: RunJournal, cached_as: str) -> StageView:

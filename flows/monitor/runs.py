@@ -22,7 +22,18 @@ from flows.monitor.tail import Tail, read_json
 from tasks.run_status import OF_AN_EARLIER_STOP, run_status
 from tasks.tracking.values import reworded
 
-__all__ = ["EventLog", "RunJournal", "RunView", "StageView", "answered", "judge", "process_lives", "seconds_left"]
+__all__ = [
+    "NOT_RUN",
+    "TO_COME",
+    "EventLog",
+    "RunJournal",
+    "RunView",
+    "StageView",
+    "answered",
+    "judge",
+    "process_lives",
+    "seconds_left",
+]
 
 FRESH_SECONDS = 30.0  # a journal modified this recently belongs to a live run
 LONG_SECONDS = 600.0  # silence that is suspicious, as machine load is recorded every few seconds by default
@@ -126,12 +137,15 @@ class RunJournal:
             return None
 
 
+TO_COME, NOT_RUN = "to come", "not run"  # stages that have not begun, of a run that goes on and of one that is over
+
+
 @dataclass
 class StageView:
     """One stage of one run, as of the last refresh."""
 
     label: str  # as in the pipeline: sft, reward_model, policy
-    status: str  # waiting, running, finished, failed, stopped, killed, cached
+    status: str  # TO_COME, running, finished, failed, stopped, killed, cached, NOT_RUN
     journal: RunJournal | None = None
     folder: Path | None = None  # its output folder; None = none yet
     started: float = 0.0
@@ -187,7 +201,8 @@ class RunView:
         trained = [s for s in self.stages if any(series.count > 2 for name, series in _learning(s.table))]
         running = [stage for stage in trained if stage.status == "running"]
         with_rewards = [stage for stage in trained if "reward/mean" in stage.table.series]
-        return (running or with_rewards or trained or self.stages or [None])[-1]  # type: ignore[list-item]
+        begun = [stage for stage in self.stages if stage.status not in (TO_COME, NOT_RUN)]
+        return (running or with_rewards or trained or begun or self.stages[:1] or [None])[-1]  # type: ignore[list-item]
 
 
 def _learning(table: SeriesTable) -> list[tuple[str, Any]]:

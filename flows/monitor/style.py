@@ -16,6 +16,16 @@ STYLE = """
 .main.fillable{padding:0!important}
 /* heights of Gradio's controls, which come after the charts: nothing moves when they do */
 #pt-place{min-height:94px;margin:8px 0 12px}
+#pt-controls{--slider-color:var(--c0)}
+#pt-of-curves,#pt-of-trajectories{--checkbox-background-color-selected:var(--c0);
+--checkbox-border-color-selected:var(--c0)}
+/* one line of chosen runs, whatever their number, so that nothing moves when one is chosen */
+#pt-controls .wrap-inner{flex-wrap:nowrap!important;overflow-x:auto;overflow-y:hidden;scrollbar-width:none}
+#pt-controls .token{flex:0 1 auto;min-width:96px;margin-top:0;margin-bottom:0;padding-top:0;padding-bottom:0}
+#pt-controls .token>span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+#pt-controls .wrap-inner:has(.token) .secondary-wrap{flex:1 0 54px!important;min-width:0}
+#pt-controls input[role=combobox]{text-overflow:ellipsis}
+#pt-controls .secondary-wrap:not(:has(.token-remove))>input[role=combobox]{padding-right:26px!important}
 @media (max-width:1175px){#pt-place{min-height:180px}}
 @media (max-width:700px){#pt-place{min-height:239px}}
 @media (max-width:400px){#pt-place{min-height:269px}}
@@ -161,6 +171,6 @@ padding-top:0}
 .pt-tiles{grid-template-columns:1fr 1fr}
 .pt-panel th,.pt-panel td{padding:6px 8px}
 .pt-panel th:first-child,.pt-panel td:first-child{position:sticky;left:0;background:var(--pt-card);z-index:1}
-.pt-panel td.text{min-width:230px}.pt-panel td .pt-bar{display:none}
+.pt-panel td.text{min-width:480px}.pt-panel td .pt-bar{display:none}
 .pt-question{flex-direction:column}}
 """

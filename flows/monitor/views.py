@@ -157,13 +157,10 @@ def _warning(run: RunView) -> dict[str, Any]:
 def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """Stages, headline curves, throughput and load."""
     blocks = [*alarms(run), *filter(None, (tiles(run, pairs[0][1] if pairs else None),)), stage_table(run)]
-    if pairs:
-        blocks.append(
-            {
-                "kind": "charts", "id": "headlines", "title": f"Stage {pairs[0][1].label.replace('_', ' ')}",
-                "note": _average_note(choice), "charts": _headline_charts(pairs, choice),
-            }
-        )  # fmt: skip
+    if pairs and (charts := _headline_charts(pairs, choice)):
+        title = f"Stage {pairs[0][1].label.replace('_', ' ')}"
+        note = _average_note(choice)
+        blocks.append({"kind": "charts", "id": "headlines", "title": title, "note": note, "charts": charts})
     load = load_charts(run)[:3]
     if load:
         blocks.append({"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load})
@@ -250,7 +247,8 @@ def _success(run: RunView, stage: StageView) -> str:
     ):
         series = stage.table.series.get(name)
         if series is not None:
-            return percent(series.mean(10))
+            told = percent(series.mean(10))
+            return f"ranks {told}" if name.endswith("/accuracy") else told
     return ""
 
 

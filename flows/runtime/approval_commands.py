@@ -17,9 +17,17 @@ def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
     where = " --config CONFIG" if settings.tracking.uri else output_option(Path(settings.output))
     evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
     return (
-        f"evidence  {evidence / 'report.html'}\n{answer_commands(request, where)}\n"
+        f"evidence  {evidence / 'report.html'}\n{_form(request)}{answer_commands(request, where)}\n"
         "Ctrl-C leaves it waiting; the same command continues from here."
     )
+
+
+def _form(request: ApprovalRequest) -> str:
+    """Line with the page of the form; "" for the run's own server, which has no pages, and addresses of other shape."""
+    api = request.prefect_api.rstrip("/")
+    if not api.endswith("/api") or not request.flow_run_id:
+        return ""
+    return f"form      {api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}\n"
 
 
 def answer_commands(request: ApprovalRequest, where: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from flows.runtime.terminal_text import fitted
 from tasks.stage_registry import training_stages
 from tasks.tracking import MAX_RESULT, result_text
 
@@ -103,7 +104,8 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     console.print(table)
     for row in rows:
         if row["note"]:
-            console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
+            note = f"{str(row['stage']).replace('_', ' ')}: {row['note']}"
+            console.print(fitted(note) if width is None else note, soft_wrap=True, highlight=False)
     console.print()
     if run_url:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
@@ -155,8 +157,13 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One-line summary: success of the trained models, and the gate's decision, which is cut last."""
+    """One-line summary: success of the trained models, the newest first, and the gate's decision, which is cut last.
+
+    Tables of runs show its beginning alone.
+    """
     known = [row for row in rows if row.get("success") is not None]
+    if not any(row.get("model") or row.get("is_model") for row in known):  # else in the order given
+        known.reverse()
     rates = "; ".join(f"{row.get('model') or row['stage']} {_rate(row)}" for row in known)
     decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
     if rates and decision:

@@ -35,10 +35,11 @@ class SweepPlan:
     metric: str = "success"  # of the newest policy's evaluation, or a metric that a training stage logs
     minimize: bool = False
     finalists: int = 3  # configurations that play fresh episodes
+    elsewhere: bool = False  # trials run on the nodes of a cluster, so GPUs and servers need not be here
 
     def base(self) -> PipelineSettings:
         """Settings without those that vary. Raises: ConfigError; SettingsError where they cannot be swept."""
-        settings = load(self.config, self.overrides)
+        settings = load(self.config, self.overrides, ask_servers=not self.elsewhere)
         self._check(settings)
         return settings
 
@@ -93,7 +94,7 @@ class SweepPlan:
     def settings_of(self, params: Params, seed: int) -> PipelineSettings:
         """Settings of one trial; `seed` counts from 0, which is the configuration's own. Raises: ConfigError."""
         varied = [f"{key}={value}" for key, value in params.items()]
-        settings = load(self.config, [*self.overrides, *varied])
+        settings = load(self.config, [*self.overrides, *varied], ask_servers=not self.elsewhere)
         if seed == 0:
             return settings
         stages = [self.seed_stage] if self.seed_stage else list(training_stages())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import SettingsError
+from rl_core.models.whole_weights import few_bit_layers, merge_into_plain, plain_weights, saved_as_plain
 from rl_core.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_adapter",
+    "check_few_bits",
     "is_fresh",
     "is_lora",
     "merged",
@@ -157,7 +159,17 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
     """Adapters merged into the weights inside; afterwards the weights are the very bits that they were before.
 
     Subtracting an update that was added leaves rounding errors behind, so the original weights are kept and put back.
+    Layers in few bits are plain ones inside (rl_core/models/whole_weights.py).
     """
+    found = few_bit_layers(model)
+    few_bits = {id(layer) for _, _, layer in found}
+    packed = {id(layer) for layer in _adapter_layers(model) if id(layer.base_layer) in few_bits}
+    with plain_weights(model, found):
+        yield from _merged(model, packed)
+
+
+def _merged(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
+    """`packed`: ids of the adapters' layers whose weights are in few bits outside."""
     layers = _adapter_layers(model)
     originals = [layer.base_layer.weight.detach().clone() for layer in layers]
     done: list[Any] = []
@@ -165,7 +177,10 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 done.append(layer)
-                layer.merge()
+                if id(layer) in packed:
+                    merge_into_plain(layer)
+                else:
+                    layer.merge()
         yield
     finally:
         with torch.no_grad():
@@ -197,16 +212,29 @@ def save_merged(model: Any, folder: Path) -> None:
             for name, tensor in base.state_dict().items()
             if ".lora_" not in name and ".original_module." not in name
         }
-        base.save_pretrained(folder, state_dict=state)
+        with saved_as_plain(base):
+            base.save_pretrained(folder, state_dict=state)
 
 
 def quantized_loading(settings: LoraSettings | None, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Options of `from_pretrained` for frozen weights in few bits; {} = none.
-
-    Raises: SettingsError without a CUDA device or without bitsandbytes.
-    """
+    """Options of `from_pretrained` for frozen weights in few bits; {} = none. Raises: as `check_few_bits`."""
     if settings is None or settings.quantize == "none":
         return {}
+    check_few_bits(settings, device)
+    from transformers import BitsAndBytesConfig
+
+    in_four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    bits = in_four if settings.quantize == "nf4" else {"load_in_8bit": True}
+    return {
+        "quantization_config": BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=dtype),
+        "device_map": {"": device},
+    }
+
+
+def check_few_bits(settings: LoraSettings, device: torch.device) -> None:
+    """Raises: SettingsError where frozen weights in few bits cannot be had: no CUDA device, or no bitsandbytes."""
+    if settings.quantize == "none":
+        return
     if device.type != "cuda":
         raise SettingsError(
             f"lora.quantize: {settings.quantize} needs a CUDA device, and the model is to be on {device.type}; set "
@@ -217,14 +245,6 @@ def quantized_loading(settings: LoraSettings | None, device: torch.device, dtype
             f"lora.quantize: {settings.quantize} needs the package bitsandbytes, which is not installed: pip install "
             "bitsandbytes"
         )
-    from transformers import BitsAndBytesConfig
-
-    in_four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    bits = in_four if settings.quantize == "nf4" else {"load_in_8bit": True}
-    return {
-        "quantization_config": BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=dtype),
-        "device_map": {"": device},
-    }
 
 
 def _adapter_layers(model: torch.nn.Module) -> list[Any]:

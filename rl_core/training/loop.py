@@ -45,9 +45,10 @@ logger = logging.getLogger(__name__)
 # Metrics of the progress line with their names there, in order; the first ones that were logged are told.
 HEADLINES = {
     "train/success_rate": "success", "train/episode_return": "return", "reward/mean": "reward",
-    "policy/update_kl": "KL", "train/accuracy": "accuracy", "train/loss": "loss",
+    "policy/update_kl": "KL", "policy/entropy": "entropy", "train/accuracy": "accuracy", "train/loss": "loss",
 }  # fmt: skip
 NUM_HEADLINES = 3
+_MAY_BE_IDLE = "policy/update_kl"  # always 0 with one step per rollout: nothing that one would want to be told
 
 
 def headline(metrics: Mapping[str, float]) -> str:
@@ -55,7 +56,7 @@ def headline(metrics: Mapping[str, float]) -> str:
     told = [
         f"{label} {metrics[name]:.0%}" if name.endswith("success_rate") else f"{label} {metrics[name]:.3g}"
         for name, label in HEADLINES.items()
-        if name in metrics
+        if name in metrics and (metrics[name] or name != _MAY_BE_IDLE)
     ]
     return " · ".join(told[:NUM_HEADLINES])
 

@@ -75,7 +75,8 @@ def load(
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
         import_code: False imports nothing that the settings name by import path, nor checks what rests on it.
-        ask_servers: False lets the inference server or the Ray cluster of rollouts be away.
+        ask_servers: False lets the inference server or the Ray cluster of rollouts be away, and the GPU of weights in
+            few bits: for commands that train nothing here.
         warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """

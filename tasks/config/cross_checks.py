@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.errors import PosttrainError, nearest
+from rl_core.errors import PosttrainError, SettingsError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.sinks import check_installed
 from tasks.config.code_checks import code_problems
@@ -22,6 +22,7 @@ from tasks.config.problems import Key, Problem, overlap
 from tasks.config.rollout_checks import rollout_problems
 from tasks.config.settings import PipelineSettings
 from tasks.config.stage_checks import stage_problems
+from tasks.stage_registry import policy_stages
 
 __all__ = ["check_combinations", "find_waste"]
 
@@ -42,10 +43,12 @@ def check_combinations(
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
         import_code: False: no code that the settings name by import path is imported, nor what rests on it checked.
-        ask_servers: False: an inference server or a Ray cluster of rollouts need not be there yet.
+        ask_servers: False: an inference server or a Ray cluster of rollouts need not be there yet, nor the GPU and the
+            package that frozen weights in few bits need.
     """
     findings = [
         *_model(settings),
+        *(_few_bits(settings) if ask_servers else ()),
         *(_Finding(problem, about) for problem, about in stage_problems(settings)),
         *_sampling(settings),
         *_loops(settings),
@@ -101,6 +104,22 @@ def _model(settings: PipelineSettings) -> Iterator[_Finding]:
             "a preset brings no code; set model.path, or remove this key",
             ("model", "path"),
         )
+
+
+def _few_bits(settings: PipelineSettings) -> Iterator[_Finding]:
+    """The GPU and the package of frozen weights in few bits are here, where a stage trains adapters on them."""
+    lora = settings.model.lora
+    trains = any(name in policy_stages() for name in settings.stages.active)
+    if lora is None or lora.quantize == "none" or not trains:
+        return
+    from rl_core.models.causal_lm import device_of  # imports torch
+    from rl_core.models.lora import check_few_bits
+
+    try:
+        check_few_bits(lora, device_of(settings.model))
+    except SettingsError as error:
+        key = ("model", "lora", "quantize")
+        yield _finding(key, str(error).removeprefix("lora.quantize: "), ("model", "device"))
 
 
 def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MASK", "masked", "masked_keys"]
+__all__ = ["MASK", "is_secret", "masked", "masked_keys"]
 
 MASK = "***"
 _SECRETS = {"key", "apikey", "token", "password", "passwd", "passphrase", "secret", "credential", "auth"}
@@ -34,14 +34,15 @@ def masked_keys(value: Any, place: str = "") -> list[str]:
     return [place.rstrip(".")] if value == MASK else []
 
 
-def _mask(value: Any, is_secret: bool) -> Any:
+def _mask(value: Any, hidden: bool) -> Any:
     if isinstance(value, Mapping):
-        return {name: _mask(item, is_secret or _is_secret(str(name))) for name, item in value.items()}
+        return {name: _mask(item, hidden or is_secret(str(name))) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_mask(item, is_secret) for item in value]
-    return MASK if is_secret and isinstance(value, str) else value
+        return [_mask(item, hidden) for item in value]
+    return MASK if hidden and isinstance(value, str) else value
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """True = an option of this name holds a secret."""
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
     return any(word.removesuffix("s") in _SECRETS or word in _SECRETS for word in re.split(r"[^a-z]+", words))

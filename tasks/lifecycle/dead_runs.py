@@ -139,6 +139,9 @@ def _mark(tracking: Tracking, gone: DeadRun) -> DeadRun | None:
     return dataclasses.replace(gone, waiting=waiting)
 
 
+_OVER = ("finished", "waiting", "postponed")  # states of a run whose stages are done
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A pipeline run as the output folder remembers it."""
@@ -188,8 +191,8 @@ def _record(folder: Path) -> RunRecord | None:
     if status == "running":
         gone = _judge(folder)
         status = "killed" if gone is not None and not gone.elsewhere else "running"
-    elif status == "finished" and own.get("status") in ("waiting", "postponed"):
-        status = own["status"]
+    elif status in _OVER and own.get("status") in _OVER:
+        status = own["status"]  # the journal still says "waiting" after the answer, which is noted beside it
     return RunRecord(
         pipeline=folder.parent.parent.name,
         started=name.partition(" · ")[2],

@@ -22,7 +22,7 @@ from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext, StageResult, run_stage
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.loading import load_frozen_policy, make_environment
 
 __all__ = [
     "episodes_seed",
@@ -116,7 +116,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     records: dict[str, list[TokenRecord]] = {}
     for index, name in enumerate(names):
         context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
-        policy = load_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
+        policy = load_frozen_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
         keep = keeper(context, failed, of=name)
         result, greedy = play_heldout(policy, environment, requests, settings, context.pipeline.seed, keep)
         metrics = result.metrics(f"eval/{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.stage import StageContext
 
-__all__ = ["environment_factory", "load_policy", "make_environment", "save_policy"]
+__all__ = ["environment_factory", "load_frozen_policy", "load_policy", "make_environment", "save_policy"]
 
 
 def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
@@ -24,6 +25,17 @@ def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
     from rl_core.api import policy  # here: it loads torch, not needed if cached
 
     return policy.load_policy(source, pipeline.model)
+
+
+def load_frozen_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
+    """The policy of a model folder or hub name as it is written: no adapters, no rounding to few bits.
+
+    For stages that play or read a policy: adapters would be new ones that change nothing but the speed, and
+    `model.lora.quantize` would judge another model than the one that is promoted.
+    """
+    from rl_core.api import policy  # here: it loads torch, not needed if cached
+
+    return policy.load_policy(source, dataclasses.replace(pipeline.model, lora=None))
 
 
 def save_policy(context: StageContext, policy: Policy, optimizer_step: OptimizerStep) -> None:

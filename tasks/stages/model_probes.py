@@ -21,7 +21,7 @@ from rl_core.settings import AnalysisSettings
 from rl_core.storage.faults import fault
 from rl_core.types import Rollout
 from tasks.config import PipelineSettings
-from tasks.stages.loading import load_policy
+from tasks.stages.loading import load_frozen_policy
 
 __all__ = ["measure_models"]
 
@@ -57,7 +57,7 @@ def measure_models(
     probes: dict[str, ModelProbe] = {}
     notes: list[str] = []
     for name in [name for name in models if name in played]:
-        policy = load_policy(model_folder(models[name]), pipeline)
+        policy = load_frozen_policy(model_folder(models[name]), pipeline)
         subject = Subject(policy.model, policy.renderer)
         if first is not None and not same_vocabulary(first.renderer, subject.renderer):
             notes.append(f"'{name}' has another tokenizer than the first model: KL and coherence are not comparable.")

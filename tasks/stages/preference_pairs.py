@@ -28,7 +28,7 @@ from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.result import PAIRS
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.loading import load_frozen_policy, make_environment
 from tasks.stages.part_tokens import part_files, part_tokens
 from tasks.stages.row_files import rows_of
 
@@ -124,7 +124,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     """
     settings: RewardModelSettings | PreferenceSettings = context.settings
     environment = make_environment(context.pipeline, data)
-    policy = load_policy(context.inputs["model"], context.pipeline)
+    policy = load_frozen_policy(context.inputs["model"], context.pipeline)
     backend = policy.backend()
     rng = np.random.default_rng(context.seed)
     seeds = {level: environment.seeds_of("train", level) for level in environment.levels}

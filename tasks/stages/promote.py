@@ -176,6 +176,7 @@ def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: Model
                  "registered_model": champion.name},
     )  # fmt: skip
     pipeline_run.tracker.note_cached("promote", result.run_id or result.key)
+    pipeline_run.parent.set_tag("gate.reason", note)
     return result
 
 

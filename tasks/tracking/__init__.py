@@ -10,6 +10,7 @@ run_list     the list of runs, with filters and the settings that differ
 run_tracker  RunTracker: rl_core's Tracker over all this
 models       Hugging Face folders as model versions
 registry     references, champion and challenger
+registered_names  names of a sqlite store's models, without MLflow
 traces       episodes as traces
 values       names, flat parameters, environment
 system       CPU, memory, GPU

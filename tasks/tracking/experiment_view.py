@@ -24,6 +24,7 @@ TAG = f"{_PREFIX}{KEY}"
 _PACKED = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
 
 _RESULT, _CHANGED, _SETTINGS, _NAME = "tags.`result`", "tags.`changed`", "tags.`settings`", "attributes.`Run Name`"
+_DECISION = "tags.`gate.decision`"
 
 # Charts of what stages learn by section, in the order in which people look: a chart of one metric has the name of that,
 # so that names for people stand above.
@@ -52,14 +53,16 @@ def experiment_view() -> dict[str, Any]:
         _line_chart(list(metrics), _section_id(f"{name}{_UNFOLD}")) for name in _LEARNING for metrics in _LEARNING[name]
     ]
     return {
-        "selectedColumns": [_RESULT, _CHANGED, *success, _SETTINGS],
-        "columnOrder": [_NAME, "attributes.`Created`", _RESULT, _CHANGED, *success, _SETTINGS],
-        "columnWidths": {_NAME: 240, _CHANGED: 260, _RESULT: 420, _SETTINGS: 640, **dict.fromkeys(success, 150)},
+        "selectedColumns": [_DECISION, _RESULT, _CHANGED, *success, _SETTINGS],
+        "columnOrder": [_NAME, "attributes.`Created`", _DECISION, _RESULT, _CHANGED, *success, _SETTINGS],
+        "columnWidths": {
+            _NAME: 250, _DECISION: 115, _RESULT: 380, _CHANGED: 240, _SETTINGS: 640, **dict.fromkeys(success, 150)
+        },  # the first five fit beside the menu at 1,400 px
         "compareRunSections": sections,
         "compareRunCharts": charts,
         "isAccordionReordered": True,  # else the page sorts sections by name
         "hideEmptyCharts": True,
-    }
+    }  # fmt: skip
 
 
 def stage_key(stage: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, nearest
+from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers, remove_folder
 from rl_core.storage.folders import publish_folder
@@ -19,6 +19,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import verify_folder
 from rl_core.storage.single_files import make_folder
 from tasks.tracking.models import MODEL_NAME
+from tasks.tracking.registered_names import unknown_alias, unknown_model, unknown_version
 from tasks.tracking.store import Store, missing
 
 if TYPE_CHECKING:
@@ -98,10 +99,7 @@ class Registry:
             if found is None:
                 self._require(name)
                 aliases = sorted({alias for info in self.versions(name) for alias in info.aliases})
-                raise SettingsError(
-                    f"registered model '{name}' has no version with alias '{match['alias']}'; "
-                    f"{nearest(match['alias'], aliases)}"
-                )
+                raise unknown_alias(name, match["alias"], aliases)
             return found
         if match["version"] == "latest":
             versions = self.versions(name)
@@ -174,8 +172,7 @@ class Registry:
             if not missing(error.__cause__ or error):  # type: ignore[arg-type]
                 raise
         self._require(name)
-        known = ", ".join(str(info.version) for info in self.versions(name)) or "none yet"
-        raise SettingsError(f"registered model '{name}' has no version {version}; versions: {known}")
+        raise unknown_version(name, version, [str(info.version) for info in self.versions(name)])
 
     def by_alias(self, name: str, alias: str) -> ModelVersion | None:
         """The version that carries `alias`; None where none does or the model is unknown."""
@@ -270,7 +267,7 @@ class Registry:
     def _require(self, name: str) -> None:
         names = self.names()
         if name not in names:
-            raise SettingsError(f"no registered model '{name}' in {self._store.label}; {nearest(name, names)}")
+            raise unknown_model(name, names, self._store.label)
 
     def _info(self, version: model_registry.ModelVersion, aliases: list[str] | None = None) -> ModelVersion:
         metrics = {metric.key: metric.value for metric in version.metrics or []}

@@ -151,8 +151,13 @@ def replay_folder(store: Store, folder: Path) -> int:
 
 
 def _is_delivered(store: Store, shipper: Shipper, knows_experiment: bool) -> bool:
-    """True = the store that took a whole journal is this one."""
+    """True = the store that took a whole journal is this one, at whatever address: its experiment has the same mark."""
     state = shipper.state
+    if state.store != store.label and knows_experiment and state.run_id and state.identity == store.identity != "":
+        if not connect(store, shipper.folder).exists(state.run_id):  # a copy that was made before the run
+            return False
+        state.store = store.label
+        state.save(shipper.folder)
     if state.store != store.label or not knows_experiment:
         return state.store == store.label
     if state.identity or state.run_id is None:

@@ -189,8 +189,13 @@ class Shipper:
 
     def _ensure_run(self, sink: Sink) -> bool:
         if self.state.run_id is not None and not self._checked:
-            if self.state.store != sink.store or not sink.knows(self.state.run_id):
+            moved = self.state.store != sink.store
+            is_same = not moved or (self.state.identity != "" and self.state.identity == sink.identity)
+            if not is_same or not sink.knows(self.state.run_id):
                 self._forget()
+            elif moved:  # the same experiment at another address, as of a server in front of its database
+                self.state.store = sink.store
+                self.state.save(self.folder)
             self._checked = True
         if self.state.run_id is not None:
             return True

@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from flows import parameters
 from flows.main_settings import MAIN, main_overrides, main_values
-from flows.parameters import read_settings, told_changes
+from flows.parameters import passed_on, read_settings, told_changes
 from tasks.config import load
 
 DECLARED = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["definitions"]["main"]
@@ -49,6 +49,15 @@ def test_a_flow_run_is_named_after_what_it_changes(monkeypatch):
     run = {"settings": "demo", "main": {**DECLARED, "iterations": 11}, "overrides": ["run.wait_seconds=5", "seed=3"]}
     assert told_changes(run) == "policy iterations=11, seed=3"
     assert told_changes({"settings": "demo", "main": DECLARED}) == ""
+
+
+def test_a_run_of_a_shell_is_named_after_its_overrides_but_for_secrets():
+    changed = ["stages.policy.iterations=11", "output=elsewhere", "environment.options.api_key=sk-1"]
+    with passed_on(load("demo"), changed):
+        assert told_changes({"settings": {}}) == "policy iterations=11, api_key=***"
+    assert told_changes({"settings": {}}) == ""
+    block = {"overrides": ["environment={name: a, options: {hf_token: x}}", "environment.options.skill=0.5"]}
+    assert told_changes(block) == "environment=***, skill=0.5"
 
 
 def test_the_form_comes_second_and_is_described():

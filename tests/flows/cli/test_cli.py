@@ -176,8 +176,10 @@ def test_help_and_the_table_of_runs_fit_into_80_columns(monkeypatch, capsys):
     lines = fitting_table([row, {**row, "run": "  sft", "started": ""}]).splitlines()
     assert lines[-1] == f"page of the newest: {page}"
     assert [len(line) <= 80 for line in lines[:-2]] == [True] * 3
-    assert lines[0].split() == ["run", "status", "took", "settings", "result"]
-    assert lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  ") and lines[1].count("…") == 2
+    assert lines[0].split() == ["run", "status", "took", "result"]
+    assert lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  sft 56.8%") and lines[1].count("…") == 1
+    wider = fitting_table([row], 100).splitlines()
+    assert wider[0].split() == ["run", "status", "took", "settings", "result"] and wider[1].count("…") == 1
     whole = fitting_table([row], 1000).splitlines()
     assert page in whole[1] and "…" not in whole[1]
     long = {**row, "run": "a pipeline with a name of words · 2026-11-21 14:00:00"}

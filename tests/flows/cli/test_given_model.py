@@ -4,6 +4,19 @@ import pytest
 
 from flows.cli.given_model import check_given_model
 from rl_core.errors import SettingsError
+from tasks.tracking import Registry, Tracking
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch):
+    """An output folder with one version of `demo`, the champion."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = Tracking(None, tmp_path)
+    client = tracking.store.client
+    client.create_registered_model("demo")
+    client.create_model_version("demo", str(tmp_path))
+    client.set_registered_model_alias("demo", "champion", "1")
+    return tmp_path
 
 
 def test_folders(tmp_path, monkeypatch):
@@ -53,3 +66,36 @@ def test_looking_for_a_registered_model_makes_no_database(tmp_path, monkeypatch)
 def test_a_registered_model_of_another_name(tmp_path):
     with pytest.raises(SettingsError, match="must be models:/NAME@ALIAS"):
         check_given_model("models:/demo", tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("models:/deno@champion", "no registered model 'deno' in sqlite:.*; did you mean 'demo'"),
+        ("models:/demo@champon", "'demo' has no version with alias 'champon'; did you mean 'champion'"),
+        ("models:/demo/7", "registered model 'demo' has no version 7; versions: 1"),
+        ("models:/deno/latest", "no registered model 'deno'"),
+    ],
+)
+def test_what_is_not_registered_is_said_without_mlflow_and_in_its_words(registered, monkeypatch, asked, said):
+    tracking = Tracking(None, registered)
+    with pytest.raises(SettingsError, match=said) as by_store:
+        tracking.registry.find(asked)
+    monkeypatch.setattr(Registry, "find", lambda *_: pytest.fail("seconds of imports"))
+    with pytest.raises(SettingsError) as told:
+        check_given_model(asked, registered, None)
+    assert str(told.value) == str(by_store.value)
+
+
+def test_what_is_registered_is_looked_up(registered):
+    for name in ("models:/demo@champion", "models:/demo/1", "models:/demo/01", "models:/demo/latest"):
+        check_given_model(name, registered, None)
+
+
+def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "mlflow.db").write_bytes(b"no database")
+    asked = []
+    monkeypatch.setattr(Registry, "find", lambda _, name: asked.append(name))
+    check_given_model("models:/demo@champion", tmp_path, None)
+    assert asked == ["models:/demo@champion"]

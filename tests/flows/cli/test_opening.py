@@ -1,6 +1,7 @@
 """First lines of a run: its stages, and those that are finished already under the same settings."""
 
 import dataclasses
+from types import SimpleNamespace
 
 from helpers.stage_doubles import PipelineRun
 
@@ -81,3 +82,18 @@ def test_a_sweep_says_what_varies_and_how_many_trials_there_are(tmp_path):
     assert text.startswith("demo: sweep over stages.policy.group_size (2),") and "10 configurations x 3 seeds" in text
     assert f"files    {plan.home(base)}" in text and f"posttrain runs --output {tmp_path}" in text
     assert all(len(line) < 80 for line in text.splitlines() if not line.startswith(("files", "results", "live")))
+
+
+def test_pages_that_up_serves_are_named_by_their_addresses(tmp_path, monkeypatch):
+    settings = settings_of(tmp_path)
+    where = f"--output {tmp_path}"
+    assert opening(settings).endswith(f"results  posttrain runs {where}, posttrain ui {where}")
+    urls = {"mlflow": "http://127.0.0.1:5110", "prefect": "http://127.0.0.1:4310", "monitor": "http://127.0.0.1:7960"}
+    services = [SimpleNamespace(name=name, url=url) for name, url in urls.items()]
+    monkeypatch.setattr("flows.operations.connect.running", lambda output: SimpleNamespace(services=services))
+    assert opening(settings).splitlines()[-2:] == [
+        "live     http://127.0.0.1:7960",
+        f"results  posttrain runs {where}, http://127.0.0.1:5110, http://127.0.0.1:4310",
+    ]
+    services.pop()
+    assert "http://127.0.0.1:7960" not in opening(settings)

@@ -38,6 +38,9 @@ def test_a_finished_run_shows_results_and_the_decision():
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
         assert refused["items"][-1]["value"] == "not promoted"
+    note = "version 2 of demo is the champion already (version 2 of demo promoted: approved by ada)"
+    again = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
+    assert again["items"][-1]["value"] == "champion already"
 
 
 def test_a_run_that_trains_shows_success_its_change_reward_and_time():
@@ -52,6 +55,16 @@ def test_a_run_that_trains_shows_success_its_change_reward_and_time():
         ("left in this stage", "1 min 15 s", ""),
     ]
     assert tiles(run(status="running"), None) is None
+
+
+def test_a_kl_that_is_0_by_definition_makes_room_for_the_entropy():
+    def told(**metrics):
+        found = tiles(run(stage("policy"), status="running"), stage("policy", reward__mean=[1.0], **metrics))
+        return [(item["label"], item["value"]) for item in found["items"][1:]]
+
+    assert told(policy__update_kl=[0.0, 0.0], policy__entropy=[0.5, 0.5]) == [("entropy", "0.500")]
+    assert told(policy__update_kl=[0.0, 0.5], policy__entropy=[0.5, 0.5]) == [("KL", "0.250")]
+    assert told(policy__update_kl=[0.1], policy__ref_kl=[0.75], policy__entropy=[0.5]) == [("KL", "0.750")]
 
 
 def test_an_alarm_about_the_reward_is_seen_while_it_is_on():

@@ -1,7 +1,9 @@
 """The live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,19 +39,28 @@ TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top
 SERVER: list[int] = []  # the number of its process
 
 
+@contextlib.contextmanager
+def served(output, port):
+    """Address of the page of a folder, and the number of its process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", str(port)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process.stdout.readline().split()[1], process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     output = tmp_path_factory.mktemp("widths") / "out"
     make_run(output, status="FINISHED")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", "18862"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    SERVER[:] = [process.pid]
-    yield process.stdout.readline().split()[1]
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
+    with served(output, 18862) as (place, pid):
+        SERVER[:] = [pid]
+        yield place
 
 
 @pytest.mark.timeout(600)
@@ -155,3 +166,23 @@ def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
             "[...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == 'System').click()"
         )
         assert page.wait("location.search.includes('tab=system')")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [420, 1400])
+def test_nothing_moves_when_runs_are_compared(tmp_path, width):
+    output = tmp_path / "out"
+    home = make_run(output, status="FINISHED")
+    for number in (1, 2):
+        shutil.copytree(home, output / f"a-pipeline-with-a-long-name-{number}")
+    run = "?run=demo/2027-01-15-08-00-00"
+    with served(output, 18863) as (address, _), chromium.Chromium(f"{address}/{run}", (width, 1000)) as page:
+        page.wait(CONTROLS)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        alone = page.run(TOP)
+        others = ",".join(f"a-pipeline-with-a-long-name-{number}/2027-01-15-08-00-00" for number in (1, 2))
+        page.call("Page.navigate", url=f"{address}/{run}&compare={others}")
+        page.wait("document.querySelectorAll('#pt-controls .token').length == 2")
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        assert page.run(TOP) == alone
+        assert page.run("[...document.querySelectorAll('#pt-controls .token')].every(e => e.offsetWidth >= 90)")

@@ -42,7 +42,7 @@ def test_a_run_that_goes_on(tmp_path):
     run = run_of(tmp_path)
     assert (run.id, run.status, run.pid, run.started) == ("demo/2027-01-15-08-00-00", "running", os.getpid(), START)
     told = {stage.label: stage.status for stage in run.stages}
-    assert told == {"sft": "finished", "policy": "running", "evaluate": "waiting"}  # thoughts is null in the settings
+    assert told == {"sft": "finished", "policy": "running", "evaluate": "to come"}  # thoughts is null in the settings
     sft, policy, _ = run.stages
     assert (sft.done, sft.total, sft.note, sft.ended - sft.started) == (4.0, 4.0, "4 steps", 9.0)
     assert (policy.done, policy.total, policy.message) == (5.0, 10.0, "reward/mean 0.5")
@@ -156,7 +156,7 @@ def test_a_folder_that_is_removed_while_it_is_looked_at(tmp_path, monkeypatch):
     reader = Reader(tmp_path / "out")
     assert reader.run("").status == "running"
     shutil.rmtree(tmp_path / "out/demo/stages")
-    assert {stage.status for stage in reader.run("").stages} == {"waiting"}
+    assert {stage.status for stage in reader.run("").stages} == {"to come"}
     shutil.rmtree(tmp_path / "out")
     assert reader.run("") is None
     make_run(tmp_path / "out")
@@ -176,6 +176,18 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     assert run.stage("evaluate").note == "its files are gone"
 
 
+def test_a_champion_that_was_there_is_told_as_such_and_has_no_curves_of_its_training(tmp_path):
+    """The stage `promote` of such a run is noted as taken from the run that trained the champion."""
+    home = make_run(tmp_path, status="FINISHED")
+    already = "version 2 of demo is the champion already"
+    tags = {"cached.policy": "bbbb", "cached.promote": "bbbb", "gate.reason": already}
+    journal(home / "runs/2027-01-15-09-00-00", "demo · 2027-01-15 09:00:00", started=START + 3600, ended=START + 3700,
+            events=[{"op": "tags", "tags": {"cached.policy": "bbbb"}}, {"op": "tags", "tags": tags}])  # fmt: skip
+    run = run_of(tmp_path)
+    assert (run.stage("promote").status, run.stage("promote").note) == ("cached", already)
+    assert run.stage("").label == "policy" and not run.stage("promote").table.series
+
+
 def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
     """A resumed run logs earlier stages once more as cached."""
     home = make_run(tmp_path)
@@ -185,7 +197,7 @@ def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
             events=[taken, {**taken, "time": (START + 3800) * 1000}])  # fmt: skip
     journal(home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent)
     run = Reader(tmp_path).run("")
-    assert [stage.label for stage in run.stages if stage.status != "waiting"] == ["sft", "policy"]
+    assert [stage.label for stage in run.stages if stage.status != "to come"] == ["sft", "policy"]
 
 
 def test_a_run_is_found_by_its_names(tmp_path):

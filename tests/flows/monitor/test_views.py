@@ -16,8 +16,9 @@ from flows.monitor.episodes import Images, episode_files, read_episodes, reward_
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
 from flows.monitor.present_views import slope
 from flows.monitor.reader import Reader
+from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
-from flows.monitor.views import TABS, _varies, prefixes, view
+from flows.monitor.views import TABS, _varies, overview, prefixes, view
 from rl_core.environments import make
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError
@@ -389,3 +390,14 @@ def test_tables_do_not_change_while_a_view_reads_them(tmp_path, monkeypatch):
     monkeypatch.setitem(TABS, "overview", overview)
     view(reader, Choice(), "overview")
     assert free == [False]
+
+
+def test_a_stage_that_logs_no_curves_has_none_on_the_overview_nor_the_last_one_in_its_place():
+    stages = [StageView("prepare_data", "running"), StageView("sft", "to come"), StageView("promote", "to come")]
+    run = RunView("demo/x", "demo", "x", "running", stages=stages)
+    assert run.stage("").label == "prepare_data"
+    identities = [block["id"] for block in overview(run, [(run, run.stage(""))], Choice())]
+    assert identities == ["stages"]
+    for stage in stages:
+        stage.status = "to come"
+    assert run.stage("").label == "prepare_data"

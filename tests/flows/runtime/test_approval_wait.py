@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.runtime import approval_wait as waiting
+from flows.runtime.approval_commands import how_to_answer
 from flows.runtime.pipeline_result import PipelineResult
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.result import StageResult
@@ -15,6 +16,15 @@ QUESTION = ApprovalRequest(
     name="demo", version=2, state="waiting", key="k" * 16, champion=1, deadline=0.0, asked="2026-01-01 10:00:00 UTC",
     run="demo · 1", flow_run_id="here",
 )  # fmt: skip
+
+
+def test_the_terminal_names_the_page_of_the_form_where_a_server_has_one():
+    settings = SimpleNamespace(output="outputs", name="demo", tracking=SimpleNamespace(uri=None))
+    served = dataclasses.replace(QUESTION, prefect_api="http://127.0.0.1:4310/api")
+    lines = how_to_answer(settings, served).splitlines()
+    assert lines[1] == "form      http://127.0.0.1:4310/runs/flow-run/here" and lines[2].startswith("approve   ")
+    for api in ("", "https://elsewhere/api/accounts/1/workspaces/2"):
+        assert "form" not in how_to_answer(settings, dataclasses.replace(QUESTION, prefect_api=api))
 
 
 class Suspended(BaseException):

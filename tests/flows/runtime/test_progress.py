@@ -98,6 +98,7 @@ def test_the_numbers_that_matter_are_told_in_their_order():
         "x": 1.0,
     }
     assert headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
+    assert headline({**metrics, "policy/update_kl": 0.0, "policy/entropy": 0.176}).endswith("0.75 · entropy 0.176")
     assert headline({"train/loss": 0.5}) == "loss 0.5" and headline({}) == ""
 
 

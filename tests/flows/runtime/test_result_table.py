@@ -82,5 +82,22 @@ def test_a_long_headline_keeps_the_decision_whole():
     rates = [{"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""} for n in range(30)]
     decision = "version 3 of demo promoted: gain over champion version 2 +7.0 points; sign test p = 2.56e-06"
     text = headline([*rates, {"stage": "promote", "note": decision}])
-    assert text.startswith("model_0 50.0% [25.0%, 75.0%]; model_1") and text.endswith(f"; …; {decision}")
+    assert text.startswith("model_29 50.0% [25.0%, 75.0%]; model_28") and text.endswith(f"; …; {decision}")
     assert len(text) <= MAX_RESULT
+
+
+def test_notes_are_wrapped_between_words_in_a_terminal_and_whole_in_a_pipe(monkeypatch):
+    note = (
+        "ranks 94.9% of 903 held-out pairs rightly; " * 3 + "/a/path/that/is/longer/than/what/is/left/of/a/line/model"
+    )
+    row = {"stage": "sft", "note": note, "cached": False, "seconds": 1.0}
+    monkeypatch.setenv("COLUMNS", "60")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert f"sft: {note}" in result_table([row], "", {}, None).splitlines()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    lines = result_table([row], "", {}, None).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("sft: "))
+    told = lines[first : lines.index("", first)]
+    assert len(told) > 2 and all(len(line) <= 60 for line in told)
+    assert " ".join(line.strip() for line in told) == f"sft: {note}"

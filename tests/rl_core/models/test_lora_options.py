@@ -143,11 +143,12 @@ def test_a_module_is_adapted_or_trained_as_a_whole():
         LoraSettings(modules_to_save=("q_proj",))
 
 
-def test_few_bits_need_a_cuda_device_and_the_library():
+def test_few_bits_need_a_cuda_device_and_the_library(monkeypatch):
     settings = LoraSettings(quantize="nf4")
     with pytest.raises(SettingsError, match=r"quantize: nf4 needs a CUDA device, and the model is to be on cpu"):
         quantized_loading(settings, torch.device("cpu"), torch.float32)
     assert quantized_loading(LoraSettings(), torch.device("cpu"), torch.float32) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"needs the package bitsandbytes"):
         quantized_loading(settings, torch.device("cuda"), torch.bfloat16)
 

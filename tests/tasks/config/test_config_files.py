@@ -215,6 +215,23 @@ def test_gpu_that_is_not_there(home, monkeypatch):
     assert load(path).model.device == "cuda"
 
 
+def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, monkeypatch):
+    import torch
+
+    text = "model: {path: org/name, lora: {quantize: nf4}}\nstages: {prepare_data: {}, sft: {}}\n"
+    path = config(home, text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    key, told = problem_of(path)
+    assert key == "model.lora.quantize"
+    assert told.startswith("nf4 needs a CUDA device, and the model is to be on cpu; set quantize to none")
+    assert problem_of(path, "model.device=cuda")[0] == "model.device", "one problem, not two"
+    assert load(path, ask_servers=False).model.lora.quantize == "nf4", "to plan it, or to look at its runs"
+    assert load(path, ["stages.sft=null", "stages.evaluate={}"]), "merged models are played as they are"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
+    assert "needs the package bitsandbytes" in problem_of(path)[1]
+
+
 def test_missing_files_and_wrong_settings_at_once(home):
     text = "stages: {prepare_data: {demonstrations: no.jsonl}, sft: {epochs: -1}, policy: {group_size: 1}}\n"
     with pytest.raises(ConfigError) as caught:

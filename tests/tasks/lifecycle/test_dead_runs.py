@@ -179,6 +179,12 @@ def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
     (done / "run.json").write_text(json.dumps({"status": "waiting", "only": "promote"}))
     assert find(tmp_path, None).only == "promote"  # the newest, which waits for approval
     lines = LineLog(events_path(done))
+    lines.append({"op": "tags", "tags": {"approval": "waiting"}})  # stays in the journal; the answer stands beside it
+    lines.close()
+    assert find(tmp_path, None).status == "waiting"
+    (done / "run.json").write_text(json.dumps({"status": "finished", "answer": {"before": "?", "now": "!"}}))
+    assert find(tmp_path, None).started == "2026-01-01 10:00:00"
+    lines = LineLog(events_path(done))
     lines.append({"op": "resume", "time": 1})
     try:
         with pytest.raises(FolderBusy, match="is still running"):

@@ -44,7 +44,7 @@ def pairs_of(monkeypatch, tmp_path):
         monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
         tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
         policy = SimpleNamespace(backend=lambda: None, renderer=None, tokenizer=tokenizer)
-        monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
+        monkeypatch.setattr(preference_pairs, "load_frozen_policy", lambda model, pipeline: policy)
         monkeypatch.setattr(preference_pairs, "collect", collect)
         context = SimpleNamespace(
             name="preference", folder=tmp_path, inputs={"model": tmp_path}, pipeline=None, seed=seed,

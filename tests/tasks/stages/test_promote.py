@@ -175,15 +175,16 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     (tmp_path / "model" / "weights").write_text("w")
     tags = {"model_sha256": digest_folder(tmp_path / "model")}
     registry = Registry(SimpleNamespace(name="m", version=3, tags=tags, run_id="r"))
-    cached = []
+    cached, tags = [], {}
     pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
+        parent=SimpleNamespace(set_tag=tags.__setitem__),
         tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))), resumed=False,
     )  # fmt: skip
     proof = proof_of(tmp_path / "proof", tmp_path / "model")
     found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None, proof)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]
-    assert registry.done == []
+    assert registry.done == [] and tags == {"gate.reason": found.summary["note"]}
 
 
 def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):

@@ -147,6 +147,30 @@ def test_a_database_that_was_lost_gets_everything_again_and_a_removed_run_does_n
     assert sink.runs == {"second-0": ["start", "end"]}
 
 
+def test_the_same_database_at_another_address_is_sent_nothing_twice(tmp_path, sink):
+    """As by the server of `posttrain up`, after runs that wrote into its database by themselves."""
+    ended(tmp_path / "a")
+    assert replay_folder(store_of(sink), tmp_path / "a") == 0
+    sink.store = "http://127.0.0.1:5000"
+    store = store_of(sink)
+    store.label = sink.store
+    assert replay_folder(store, tmp_path / "a") == 0
+    assert sink.runs == {"first-0": ["start", "end"]}
+    assert DeliveryCursor.load(tmp_path / "a").store == sink.store
+    events = LineLog(events_path(tmp_path / "a"))  # the run went on and was killed: the rest alone is sent
+    events.append({"op": "tags", "tags": {}})
+    events.close()
+    sink.store = store.label = "sqlite:///x"
+    assert replay_folder(store, tmp_path / "a") == 0
+    assert (
+        sink.runs == {"first-0": ["start", "end", "tags"]} and DeliveryCursor.load(tmp_path / "a").store == sink.store
+    )
+    sink.store = store.label = "http://a-copy-that-was-made-before"
+    sink.runs.clear()
+    assert replay_folder(store, tmp_path / "a") == 0
+    assert sink.runs == {"first-0": ["start", "end", "tags"]}
+
+
 def test_a_journal_of_an_earlier_version_is_not_sent_twice(tmp_path, sink):
     ended(tmp_path)
     replay_folder(store_of(sink), tmp_path)

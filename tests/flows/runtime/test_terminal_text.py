@@ -1,0 +1,29 @@
+"""Text in a terminal is wrapped between words; elsewhere it is whole."""
+
+import pytest
+
+from flows.runtime.terminal_text import fitted
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    for name in ("TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+
+
+def test_long_lines_are_wrapped_below_their_own_indent(terminal):
+    text = "short\n    posttrain itself: code 684844bd953e -> 4182712bb9a1\n\nend"
+    assert fitted(text) == "short\n    posttrain itself: code 684844bd953e\n      -> 4182712bb9a1\n\nend"
+
+
+def test_what_has_no_spaces_stays_whole(terminal):
+    link = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef"
+    assert fitted(f"page of the newest: {link}").splitlines() == ["page of the newest:", f"  {link}"]
+
+
+def test_a_pipe_gets_the_lines_as_they_are(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert fitted("a " * 60) == "a " * 60
