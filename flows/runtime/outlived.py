@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tasks.pipeline.prefect_api import LATER_PATIENCE, check_api
-
 __all__ = ["Outcome", "api_is_away", "noted", "run"]
 
 api_is_away = threading.Event()  # Prefect could not be told how a flow ended
@@ -54,6 +52,8 @@ def noted() -> Iterator[Outcome]:
 
 def _warn_if_silent() -> None:
     """Say why a flow takes minutes to end: Prefect asks an API that takes connections and is silent several times."""
+    from tasks.pipeline.prefect_api import LATER_PATIENCE, check_api  # not for commands that run no flow
+
     try:
         check_api(LATER_PATIENCE)
     except TimeoutError as error:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.single_files import make_folder
 from tasks.run_status import OF_AN_EARLIER_STOP
 from tasks.tracking.artifact_folders import clear_broken_uploads, local_artifacts
-from tasks.tracking.journal import DeliveryCursor, events_path
+from tasks.tracking.journal import SCRATCH, DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at
 from tasks.tracking.shipper import RunGone
@@ -233,8 +235,15 @@ class MlflowSink:
         remove_folder(kept.parent)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
+        """As MLflow's `log_text`, whose temporaries stay in the system's folder when a kill ends it."""
         self._clear_broken_uploads(run_id)
-        self._store.client.log_text(run_id, event["text"], event["name"])
+        name = PurePosixPath(event["name"])
+        folder = str(name.parent) if name.parent.name else None
+        scratch = make_folder(events_path(self._folder).parent)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as temporary:
+            path = Path(temporary, name.name)
+            path.write_text(event["text"], encoding="utf-8")
+            self._store.client.log_artifact(run_id, str(path), artifact_path=folder)
 
     def _clear_broken_uploads(self, run_id: str) -> None:
         """Before the first upload to a run, since a record whose upload was killed is delivered again."""

@@ -41,7 +41,7 @@ def flow(monkeypatch):
     """Stands in for flows.post_training, and remembers its calls."""
     calls = []
 
-    def run_pipeline(settings, *, fresh, quiet, allow_drift):
+    def run_pipeline(settings, *, fresh, quiet, allow_drift, changed=()):
         calls.append((settings, fresh, quiet, allow_drift))
         return SimpleNamespace(ok=True, table=lambda: "the table")
 

@@ -27,6 +27,8 @@ from flows.service.wire.message_table import message
 from flows.service.worker.engine_process import EngineProcess
 from rl_core.service.requests import AdapterConfig, CreateModel
 from rl_core.service.saved_weights import read_state
+from rl_core.storage import faults
+from rl_core.storage.faults import InjectedFault
 
 
 @pytest.fixture
@@ -200,6 +202,27 @@ def test_a_sampler_of_a_path_that_is_written_again_keeps_the_weights_of_its_day(
     again._samplers.remove_unused(0.0, store.now() + 10)
     assert store.sampler("old") is None and not list((tmp_path / "weights/r/samplers").iterdir())
     assert asked(again, 2, "new") == [new]  # what is read under its path stays
+
+
+def test_a_worker_that_dies_while_a_sampler_keeps_its_weights(store, worker, tmp_path, base_folder):
+    ask(store, worker, create("r"), save("r", 1, "a"))
+    ask(store, worker, open_sampler("p", path="tinker://r/weights/a"))
+    (before,) = ask(store, worker, sample("p", 0))
+    faults.configure("service.kept:1:raise")
+    with pytest.raises(InjectedFault):
+        ask(
+            store,
+            worker,
+            loss("r", 2, random_data(2)),
+            update("r", 3, learning_rate=0.5),
+            save("r", 4, "a", overwrite=True),
+        )
+    faults.configure(None)
+    store.reclaim()
+    again = EngineProcess(settings_of(tmp_path, base_folder), store)
+    (found,) = ask(store, again, dataclasses.replace(sample("p", 1), facts=sample("p", 0).facts))
+    assert samples_of(found) == samples_of(before) and store.sampler("p").folder == "weights/r/samplers/p"
+    assert store.checkpoint("tinker://r/weights/a").steps == 1
 
 
 def test_a_sampler_of_a_path_that_is_deleted_ends(store, worker):

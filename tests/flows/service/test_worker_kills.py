@@ -17,7 +17,7 @@ from rl_core.storage.faults import InjectedFault
 
 SCRIPTS = [script(f"run{number}", number, steps=8) for number in (1, 2)]
 SETTINGS = dict(snapshot_steps=3, snapshot_seconds=1e6)
-ELSEWHERE = {"service.accepting", "service.accepted", "service.exported", "service.registered"}
+ELSEWHERE = {"service.accepting", "service.accepted", "service.exported", "service.registered", "service.kept"}
 POINTS = [point.name for point in GROUPS["training service"] if point.name not in ELSEWHERE]
 # Points of saving, which hits of other writers reach, too.
 WRITES = ["publish.file", "publish.renamed", "pointer.written", "pointer.done", "prune.renamed"]
