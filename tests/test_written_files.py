@@ -27,6 +27,8 @@ EXCEPTIONS = {
     ("rl_core/environments/subprocess_host.py", "tempfile.TemporaryDirectory"): "the script of a trial",
     ("rl_core/environments/subprocess_host.py", "write_text"): "the script of a trial",
     ("rl_core/environments/subprocess_host.py", "tempfile.mkdtemp"): "working folder of a child, removed with it",
+    ("tasks/tracking/sink.py", "tempfile.TemporaryDirectory"): "beside the journal, which clears what a kill leaves",
+    ("tasks/tracking/sink.py", "write_text"): "in that folder",
     ("rl_core/environments/code_child.py", "tempfile.TemporaryDirectory"): "of a program under test, in the sandbox",
     ("rl_core/environments/code_child.py", "tempfile.TemporaryFile"): "as above",
     ("rl_core/environments/mcp_tools.py", "os.open"): "os.devnull",
