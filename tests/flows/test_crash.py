@@ -48,12 +48,14 @@ def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
     bench.also(*command(bench.config, "again"))
     bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger
     bench.also(*command(bench.config, "by hand", version=3))
+    bench.also(*command(bench.config, "asked"), "--set", "seed=3", fault="approval.asked:1:kill", code=-9)
+    bench.also(*command(bench.config, "approved"))
     bench.also(*command(bench.config, "retrain"))
     bench.also(*command(bench.config, "check"))
     bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
     bench.also(*command(bench.config, "gc"))
     everything = (*command(bench.config, "training"), "--set", f"output={bench.output}/all")
-    for fault in ("store.made:1:kill", "cursor.written:9:kill", "rewards.recorded:3:kill"):
+    for fault in ("store.made:1:kill", "cursor.written:9:kill", "loop.saved:2:kill", "rewards.recorded:3:kill"):
         bench.also(*everything, fault=fault, code=-9)
     assert "promoted" in bench.also(*everything)
     elsewhere = ("torchrun", "damage", "sweep", "online", "service", "serve", "prefer")  # by tests of their rooms
