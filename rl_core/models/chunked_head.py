@@ -5,14 +5,17 @@ N tokens, C of them in a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 
-__all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs"]
+__all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs", "temperatures_of"]
 
 _LEAST = -1e30  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
@@ -30,7 +33,7 @@ def selected_logprobs(
     targets_N: torch.Tensor,
     *,
     temperatures_N: torch.Tensor | None = None,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    adapters: Sequence[AdapterSpan] = (),
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,7 +44,8 @@ def selected_logprobs(
             of autocast), everything after it in at least float32.
         targets_N: int64 [N], or [N, K] for K targets at each place.
         temperatures_N: float [N], above 0; None = 1.
-        low_rank: a [N, R] and B [V, R], which add a B^T to the logits: an adapter of the head.
+        adapters: of the head, each over a span of the positions, in order; what a span gets does not depend on the
+            others where all positions are one chunk.
     Returns: logprobs of the targets' shape and entropy [N] or None, nats; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
@@ -51,8 +55,10 @@ def selected_logprobs(
         bias_V = bias_V.to(dtype) if bias_V is not None else None
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(device, weight_VH.shape[0])
+    factors = [factor for span in adapters for factor in (*span.downs, *span.ups)]
+    spans = [replace(span, downs=(), ups=()) for span in adapters]
     logprobs_N, entropy_N = _SelectedLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, *(low_rank or (None, None)), targets_N, temperatures_N, with_entropy, chunk_tokens
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens, spans, *factors
     )
     return logprobs_N, entropy_N if with_entropy else None
 
@@ -71,32 +77,34 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
-        low_NR: torch.Tensor | None,
-        up_VR: torch.Tensor | None,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor | None,
         with_entropy: bool,
         chunk: int,
+        spans: list[AdapterSpan],
+        *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_NH.shape[0]
         accurate = at_least_float32(hidden_NH.dtype)
         logprobs_N = hidden_NH.new_empty(targets_N.shape, dtype=accurate)
         entropy_N = hidden_NH.new_empty(count if with_entropy else 0, dtype=accurate)
-        kept: torch.Tensor | None = None
+        whole, kept = _with_factors(spans, factors), []
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            log_p_CV = log_softmax_chunk(
-                hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _low_part(low_NR, up_VR, part)
+            log_p_CV, saved = _log_softmax(
+                hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _within(whole, start, start + chunk)
             )
             logprobs_N[part] = log_p_CV.gather(1, _columns(targets_N[part])).view(targets_N[part].shape)
             if with_entropy:
                 if bias_V is not None:
                     log_p_CV.clamp_(min=_LEAST)
                 entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
-            if count <= chunk and any(ctx.needs_input_grad[:5]):
-                kept = log_p_CV
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept)
-        ctx.chunk = chunk
+            if count <= chunk and any(ctx.needs_input_grad):
+                kept = [log_p_CV, *saved]
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *factors, *kept
+        )  # fmt: skip
+        ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
@@ -107,7 +115,8 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *tensors = ctx.saved_tensors
+        factors, kept = tensors[: ctx.count], tensors[ctx.count :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = at_least_float32(hidden_NH.dtype)
         if grad_logprobs_N is None:
@@ -119,15 +128,15 @@ class _SelectedLogprobs(torch.autograd.Function):
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
-        grad_low_NR = torch.empty_like(low_NR) if low_NR is not None else None
-        grad_up_VR = torch.zeros_like(up_VR) if up_VR is not None else None
+        whole, grad_factors = _with_factors(ctx.spans, factors), _FactorGrads(ctx.spans, ctx.count)
         for start in range(0, hidden_NH.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p_CV = kept
-            if log_p_CV is None:
-                log_p_CV = log_softmax_chunk(
-                    hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _low_part(low_NR, up_VR, part)
-                )
+            part, spans = slice(start, start + ctx.chunk), _within(whole, start, start + ctx.chunk)
+            if kept:
+                log_p_CV, saved = kept[0], kept[1:]
+            else:
+                log_p_CV, saved = _log_softmax(
+                    hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), spans
+                )  # fmt: skip
                 if bias_V is not None:
                     log_p_CV.clamp_(min=_LEAST)
             grad_CV, grad_CK = log_p_CV.exp(), _columns(grad_logprobs_N[part])
@@ -141,12 +150,15 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_CV.scatter_add_(1, _columns(targets_N[part]), grad_CK)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-            if grad_low_NR is not None and grad_up_VR is not None:
-                grad_low_NR[part] = input_grad(grad_CV, [up_VR])
-                add_weight_grad(grad_up_VR, grad_CV, low_NR[part])
+            added_CH = None
+            if spans:
+                added_CH, grads = low_rank_grads(grad_CV, hidden_NH[part], saved, spans, with_x=needs_hidden)
+                grad_factors.add(start, start + ctx.chunk, grads)
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
+                if added_CH is not None:
+                    grad_hidden_NH[part] += added_CH
             if grad_weight_VH is not None:
                 if accurate == weight_VH.dtype:
                     add_weight_grad(grad_weight_VH, grad_CV, hidden_NH[part])
@@ -156,13 +168,51 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_hidden_NH,
             grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
             grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
-            grad_low_NR,
-            grad_up_VR,
-            None,
-            None,
-            None,
-            None,
-        )
+            None, None, None, None, None,
+            *grad_factors.sums,
+        )  # fmt: skip
+
+
+class _FactorGrads:
+    """Gradients of adapters' factors, added up over chunks in their order."""
+
+    def __init__(self, spans: Sequence[AdapterSpan], count: int) -> None:
+        self._spans = spans
+        self.sums: list[torch.Tensor | None] = [None] * count
+
+    def add(self, start: int, stop: int, grads: Sequence[torch.Tensor]) -> None:
+        """Those of the spans that reach into a chunk."""
+        given = iter(grads)
+        for index, span in enumerate(self._spans):
+            if span.start < stop and start < span.stop:
+                for place in (2 * index, 2 * index + 1):
+                    grad, before = next(given), self.sums[place]
+                    self.sums[place] = grad if before is None else before + grad
+
+
+def _with_factors(spans: Sequence[AdapterSpan], factors: Sequence[torch.Tensor]) -> list[AdapterSpan]:
+    """Spans of one layer's updates with their factors, A and B of each in turn."""
+    pairs = zip(factors[::2], factors[1::2], strict=True)
+    return [replace(span, downs=[down], ups=[up]) for span, (down, up) in zip(spans, pairs, strict=True)]
+
+
+def _within(spans: Sequence[AdapterSpan], start: int, stop: int) -> list[AdapterSpan]:
+    """What of them lies in a chunk, by the places there."""
+    return [
+        replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
+        for span in spans
+        if span.start < stop and start < span.stop
+    ]
+
+
+def temperatures_of(values: Sequence[float], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Temperatures [N] of positions in groups of one temperature each, float32 whatever the model's dtype is.
+
+    Returns: None where all are 1.
+    """
+    if all(value == 1 for value in values):
+        return None
+    return torch.tensor(list(values), dtype=torch.float32).repeat_interleave(torch.tensor(list(counts))).to(device)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -179,29 +229,35 @@ def _columns(values: torch.Tensor) -> torch.Tensor:
     return values if values.ndim == 2 else values[:, None]
 
 
-def _low_part(
-    low_NR: torch.Tensor | None, up_VR: torch.Tensor | None, part: slice
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return (low_NR[part], up_VR) if low_NR is not None and up_VR is not None else None
-
-
 def log_softmax_chunk(
     hidden_CH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None = None,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """log softmax of the logits [C, V] over the temperatures, at least float32; `low_rank`: see above."""
+    """log softmax of the logits [C, V] over the temperatures, at least float32."""
+    return _log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [])[0]
+
+
+def _log_softmax(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperatures_C: torch.Tensor | None,
+    spans: Sequence[AdapterSpan],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As `log_softmax_chunk`, with adapters; also what `low_rank_grads` takes as `saved`."""
     logits_CV = linear(hidden_CH, [weight_VH])
-    if low_rank is not None:
-        logits_CV = logits_CV.to(at_least_float32(logits_CV.dtype)).add_(linear(low_rank[0], [low_rank[1]]))
+    saved: list[torch.Tensor] = []
+    if spans:
+        logits_CV = logits_CV.to(at_least_float32(logits_CV.dtype))
+        saved = add_low_rank(logits_CV, hidden_CH, spans)
     if bias_V is not None:
         logits_CV += bias_V
     accurate = at_least_float32(logits_CV.dtype)
     if temperatures_C is not None:  # in float32 as the sampler does it, in place: no third buffer
         logits_CV = logits_CV.to(accurate).div_(temperatures_C[:, None])
-    return torch.log_softmax(logits_CV, dim=-1, dtype=accurate)
+    return torch.log_softmax(logits_CV, dim=-1, dtype=accurate), saved
 
 
 def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:

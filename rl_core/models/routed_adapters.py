@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from rl_core.cpu.kernels import input_grad, linear, linears, weight_grad
+from rl_core.cpu.kernels import linears
 from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 from rl_core.cpu.shared_prefixes import RowGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Adapter", "AdapterRouter", "LowRank", "low_rank_input"]
+__all__ = ["Adapter", "AdapterRouter", "LowRank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +158,3 @@ class _AddLowRank(torch.autograd.Function):
             factors = factors[2 * count :]
         grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, saved, spans, with_x=ctx.needs_input_grad[1])
         return grad_NO, grad_x_NI, None, *grads
-
-
-def low_rank_input(x_NI: torch.Tensor, update: LowRank) -> torch.Tensor:
-    """scale x A^T [N, R], with gradient: the half of an adapter of the output head that comes before the logits."""
-    low_NR: torch.Tensor = _Down.apply(x_NI, update.down_RI, update.scale)
-    return low_NR
-
-
-class _Down(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_NI: torch.Tensor, down_RI: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(x_NI, down_RI)
-        ctx.scale = scale
-        return linear(x_NI.to(down_RI.dtype), [down_RI]).mul_(scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NR: torch.Tensor) -> tuple[Any, ...]:
-        x_NI, down_RI = ctx.saved_tensors
-        grad_NR = grad_NR * ctx.scale
-        grad_x_NI = input_grad(grad_NR, [down_RI]).to(x_NI.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x_NI, weight_grad(grad_NR, x_NI.to(down_RI.dtype)), None

@@ -1,25 +1,26 @@
 """One forward pass, and backward, over rows of one or several training runs of the same base model.
 
-Only the trunk is computed for all rows together. Everything that adds up numbers of several rows (adapters' gradients,
-head, losses) is computed run by run over that run's rows alone and in their order, so it does not depend on the others.
+Trunk and output head are computed for all rows together. Everything that adds up numbers of several rows (adapters'
+gradients, losses) is computed run by run over that run's rows alone and in their order, so it does not depend on the
+others.
 
-Suffixes: B rows, S widest row of the pass, T widest row of a part, N tokens of a part, H hidden.
+Suffixes: B rows, S widest row of the pass, T widest row of a part, N tokens of a part or of several, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.cpu.shared_prefixes import RowGroups
 from rl_core.data.batches import attention_mask, pad_rows
-from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.chunked_head import default_chunk_tokens, selected_logprobs, temperatures_of
 from rl_core.models.hidden_states import hidden_states
-from rl_core.models.routed_adapters import low_rank_input
 from rl_core.service.loss_function import LossFunction, LossInputs
 from rl_core.service.training_run import TrainingRun
 from rl_core.types import TrainBatch
@@ -76,7 +77,8 @@ def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
             hidden_BSH = hidden_states(run.model, batch, None, groups)
         places = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
         hidden = hidden_BSH.flatten(0, 1).index_select(0, places).split([part.num_tokens for part in parts])
-        given = [_inputs(part, hidden_NH) for part, hidden_NH in zip(parts, hidden, strict=True)]
+        scored = _logprobs(parts, hidden)
+        given = [_inputs(part, hidden_NH, one) for part, hidden_NH, one in zip(parts, hidden, scored, strict=True)]
         losses = [part.loss.loss(found) for part, found in zip(parts, given, strict=True)]
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in parts]
     if backward:
@@ -109,33 +111,85 @@ def _gradients(parts: Sequence[PassPart], losses: Sequence[torch.Tensor]) -> lis
     return gradients
 
 
-def _inputs(part: PassPart, hidden_NH: torch.Tensor) -> LossInputs:
+@dataclass(frozen=True, slots=True)
+class _TargetScores:
+    """Numbers of the output head at a part's tokens."""
+
+    logprobs: torch.Tensor  # [N], or [N, K] of K targets at each token
+    entropy_N: torch.Tensor | None
+
+
+def _logprobs(parts: Sequence[PassPart], hidden: Sequence[torch.Tensor]) -> list[_TargetScores | None]:
+    """Log-probabilities of each part's targets, [N, H] of each part given; None = its loss has no targets.
+
+    Parts share the products of the head as long as they are one chunk of it; that a part has no chunks, or those of its
+    own, depends on its size alone.
+    """
+    found: list[_TargetScores | None] = [None] * len(parts)
+    for chosen in _with_one_head(parts):
+        some = [parts[index] for index in chosen]
+        lengths = [part.num_tokens for part in some]
+        run, temperatures = some[0].run, [part.options.get("temperature", 1.0) for part in some]
+        head = run.model.get_output_embeddings()
+        joint_NH = hidden[chosen[0]] if len(chosen) == 1 else torch.cat([hidden[index] for index in chosen])
+        targets = _joined([row["target_tokens"] for part in some for row in part.inputs])
+        logprobs, entropy_N = selected_logprobs(
+            joint_NH, head.weight, head.bias, torch.from_numpy(targets).to(joint_NH.device),
+            temperatures_N=temperatures_of(temperatures, lengths, joint_NH.device), adapters=_head_adapters(some),
+            with_entropy="entropy" in some[0].loss.needs,
+        )  # fmt: skip
+        entropies = [None] * len(some) if entropy_N is None else entropy_N.split(lengths)
+        for index, own, entropy in zip(chosen, logprobs.split(lengths), entropies, strict=True):
+            found[index] = _TargetScores(own, entropy)
+    return found
+
+
+def _with_one_head(parts: Sequence[PassPart]) -> Iterator[list[int]]:
+    """Parts with targets whose head is one chunk of products, by what is computed there."""
+    groups: dict[tuple[bool, int], list[int]] = {}
+    for index, part in enumerate(parts):
+        if "target_tokens" in part.inputs[0]:
+            columns = max(row["target_tokens"].shape[1] if row["target_tokens"].ndim == 2 else 0 for row in part.inputs)
+            groups.setdefault(("entropy" in part.loss.needs, columns), []).append(index)
+    for group in groups.values():
+        most = default_chunk_tokens(parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0])
+        together: list[int] = []
+        for index in group:
+            if together and sum(parts[one].num_tokens for one in [*together, index]) > most:
+                yield together
+                together = []
+            together.append(index)
+        yield together
+
+
+def _head_adapters(parts: Sequence[PassPart]) -> list[AdapterSpan]:
+    """The updates of the head, over the tokens of their parts one after the other."""
+    spans, start = [], 0
+    for part in parts:
+        update, stop = part.run.head_update, start + part.num_tokens
+        if update is not None:
+            width = update.up_OR.shape[0]
+            spans.append(AdapterSpan(start, stop, [(0, width)], update.scale, [update.down_RI], [update.up_OR]))
+        start = stop
+    return spans
+
+
+def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None) -> LossInputs:
     """Log-probabilities, entropies, values and scores of a part, beside its inputs."""
     run, needs = part.run, part.loss.needs
     device, lengths = hidden_NH.device, [len(row) for row in part.tokens]
     mask_BT = attention_mask(lengths).to(device)
-    places = mask_BT.reshape(-1).nonzero().squeeze(1)
+    places = None if len(set(lengths)) == 1 else mask_BT.reshape(-1).nonzero().squeeze(1)
 
     def spread(values_N: torch.Tensor) -> torch.Tensor:
-        flat = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:])
-        return flat.index_copy(0, places, values_N).unflatten(0, mask_BT.shape)
+        if places is not None:
+            values_N = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:]).index_copy(0, places, values_N)
+        return values_N.unflatten(0, mask_BT.shape)
 
     given = LossInputs(mask_BT, part.options, _padded(part, spread, device))
-    if "target_tokens" in part.inputs[0]:
-        targets = _joined([row["target_tokens"] for row in part.inputs])
-        head, update = run.model.get_output_embeddings(), run.head_update
-        temperature = part.options.get("temperature", 1.0)
-        logprobs_N, entropy_N = selected_logprobs(
-            hidden_NH,
-            head.weight,
-            head.bias,
-            torch.from_numpy(targets).to(device),
-            temperatures_N=None if temperature == 1 else hidden_NH.new_full((len(hidden_NH),), temperature),
-            low_rank=None if update is None else (low_rank_input(hidden_NH, update), update.up_OR),
-            with_entropy="entropy" in needs,
-        )
-        given.logprobs = spread(logprobs_N)
-        given.entropy_BT = None if entropy_N is None else spread(entropy_N)
+    if scored is not None:
+        given.logprobs = spread(scored.logprobs)
+        given.entropy_BT = None if scored.entropy_N is None else spread(scored.entropy_N)
     if "values" in needs:
         given.values_BT = spread(run.heads.value_head(hidden_NH))
     if "scores" in needs:

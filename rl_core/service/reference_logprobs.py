@@ -12,7 +12,7 @@ import torch
 
 from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.errors import nearest
-from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.chunked_head import selected_logprobs, temperatures_of
 from rl_core.models.hidden_states import hidden_states
 from rl_core.service.input_checks import CheckedRequest, refuse
 from rl_core.service.reference_models import ReferenceModels
@@ -62,7 +62,7 @@ def _of_base(run: TrainingRun, checked: CheckedRequest, temperature: float, pass
         targets_N = torch.from_numpy(np.concatenate([checked.inputs[index]["target_tokens"] for index in chosen]))
         logprobs_N, _ = selected_logprobs(
             states_NH, base.head.weight, base.head.bias, targets_N.to(base.device),
-            temperatures_N=None if temperature == 1 else states_NH.new_full((len(states_NH),), temperature),
+            temperatures_N=temperatures_of([temperature], [len(states_NH)], base.device),
         )  # fmt: skip
         ends = np.cumsum([len(row) for row in rows])[:-1]
         for index, values in zip(chosen, np.split(logprobs_N.float().cpu().numpy(), ends), strict=True):

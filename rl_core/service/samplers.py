@@ -17,7 +17,7 @@ import torch
 from rl_core.data.batches import unscored_batch
 from rl_core.environments.step_pool import Turnover
 from rl_core.inference.sampling import restricted, sequence_seed
-from rl_core.models.chunked_head import default_chunk_tokens, log_softmax_chunk
+from rl_core.models.chunked_head import default_chunk_tokens, log_softmax_chunk, temperatures_of
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.routed_adapters import LowRank
 from rl_core.service.answers import SampledSequence, SampleResult, TopLogprobs
@@ -306,7 +306,7 @@ class _DistributionReader:
         found, head = [], self._base.head
         for begin in range(0, len(states_NH), size):
             part = states_NH[begin : begin + size]
-            temperatures = None if temperature == 1 else part.new_full((len(part),), temperature)
+            temperatures = temperatures_of([temperature], [len(part)], part.device)
             found.append((begin, log_softmax_chunk(part, head.weight, head.bias, temperatures)))
         return found
 

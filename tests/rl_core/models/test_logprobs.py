@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.errors import DataError
 from rl_core.losses.kl import kl_penalty
 from rl_core.models import chunked_head
-from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.chunked_head import selected_logprobs, temperatures_of
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings
@@ -297,13 +299,13 @@ def test_without_a_mask_the_attention_is_the_same_as_with_it() -> None:
 
 def test_the_head_sees_only_positions_that_carry_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = chunked_head.log_softmax_chunk
+    original = chunked_head._log_softmax
 
-    def counting(hidden: torch.Tensor, *more: torch.Tensor | None) -> torch.Tensor:
+    def counting(hidden: torch.Tensor, *more: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         rows.append(len(hidden))
         return original(hidden, *more)
 
-    monkeypatch.setattr(chunked_head, "log_softmax_chunk", counting)
+    monkeypatch.setattr(chunked_head, "_log_softmax", counting)
     model, batch = make_model(), make_batch()
     logprobs_BS, _ = completion_logprobs(model, batch, chunk_tokens=4)
     assert rows == [4, 4, 1] and batch.num_loss_tokens == 9
@@ -441,3 +443,53 @@ def test_logits_that_a_model_masks_itself_have_an_entropy() -> None:
     torch.testing.assert_close(entropy, plain_entropy)
     found = gradients(model, logprobs.sum() + entropy.sum())
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_adapters_of_the_head_over_spans_of_positions(chunk: int, temperature: float) -> None:
+    """Two adapters and positions without one, in float64, against autograd of the merged weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden_NH, weight_VH, bias_V, up_N, entropy_up_N = random(7, 4), random(6, 4), random(6), random(7), random(7)
+    factors = [random(2, 4), random(6, 2), random(3, 4), random(6, 3)]
+    targets_N, places = torch.tensor([2, 0, 3, 1, 5, 4, 1]), [(0, 3), (4, 7)]
+
+    def leaves() -> list[torch.Tensor]:
+        return [part.clone().requires_grad_() for part in (hidden_NH, weight_VH, bias_V, *factors)]
+
+    found = leaves()
+    spans = [
+        AdapterSpan(start, stop, [(0, 6)], 0.5, [found[3 + 2 * index]], [found[4 + 2 * index]])
+        for index, (start, stop) in enumerate(places)
+    ]
+    logprobs, entropy = selected_logprobs(
+        *found[:3], targets_N, temperatures_N=temperatures_of([temperature], [7], hidden_NH.device), adapters=spans,
+        with_entropy=True, chunk_tokens=chunk,
+    )  # fmt: skip
+    assert entropy is not None
+    (logprobs @ up_N + entropy @ entropy_up_N).backward()
+
+    expected = leaves()
+    logits = expected[0] @ expected[1].T + expected[2]
+    for index, (start, stop) in enumerate(places):
+        added = 0.5 * expected[0][start:stop] @ expected[3 + 2 * index].T @ expected[4 + 2 * index].T
+        logits = torch.cat([logits[:start], logits[start:stop] + added, logits[stop:]])
+    p = torch.log_softmax(logits / torch.tensor(temperature, dtype=torch.float32).double(), -1)
+    chosen, own_entropy = p.gather(1, targets_N[:, None])[:, 0], -(p.exp() * p).sum(-1)
+    (chosen @ up_N + own_entropy @ entropy_up_N).backward()
+    torch.testing.assert_close(logprobs, chosen)
+    torch.testing.assert_close(entropy, own_entropy)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_temperature_is_not_rounded_to_the_models_dtype() -> None:
+    """0.7 in bfloat16 would be 0.6992: log-probabilities would be those of another distribution than the sampler's."""
+    assert temperatures_of([1.0, 1.0], [2, 3], torch.device("cpu")) is None
+    found = temperatures_of([0.7, 1.0], [2, 1], torch.device("cpu"))
+    assert found is not None and found.dtype == torch.float32
+    assert found.tolist() == [torch.tensor(0.7).item()] * 2 + [1.0]

@@ -9,7 +9,9 @@ from helpers.service import (
     engine_with,
     loss_request,
     make_base,
+    make_engine,
     merged_gradient,
+    new_run,
     random_data,
     step_request,
 )
@@ -135,6 +137,75 @@ def test_the_size_of_passes_changes_nothing(base_folder):
         engine.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
         states.append({name: bits(engine.state_dict(name)) for name in RANKS})
     assert states[0] == states[1] == states[2]
+
+
+def several_targets(seed):
+    """Datums of two targets at each token."""
+    data = random_data(seed, 3)
+    return tuple(
+        Datum(one.tokens, {name: np.stack([row, row[::-1]], axis=1) for name, row in one.inputs.items()})
+        for one in data
+    )
+
+
+def advantages_and_values(seed):
+    """Datums of a loss that takes the entropy and values of the run's own head."""
+    data = []
+    for one in random_data(seed, 3, policy=True):
+        rewards = np.zeros(len(one.tokens), np.float32)
+        rewards[-1] = 1.0
+        inputs = {"target_tokens": one.inputs["target_tokens"], "logprobs": one.inputs["logprobs"], "rewards": rewards}
+        data.append(Datum(one.tokens, inputs))
+    return tuple(data)
+
+
+def mixed_requests():
+    """Of each kind that the output head tells apart: temperature, several targets, entropy, no adapter there."""
+    return {
+        "plain": loss_request("plain", random_data(0, 3)),
+        "no head": loss_request("no head", random_data(1, 3)),
+        "warm": loss_request("warm", random_data(2, 3, policy=True), "ppo", loss_fn_config={"temperature": 0.7}),
+        "several": loss_request("several", several_targets(3)),
+        "entropy": loss_request(
+            "entropy", advantages_and_values(4), "enhanced_ppo", loss_fn_config={"entropy_coef": 0.1}
+        ),
+        "long": loss_request("long", random_data(5, 6)),
+    }
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("chunk", [10_000, 60, 20], ids=["one product", "some together", "chunks"])
+def test_runs_that_share_the_head_get_the_bits_of_a_run_alone(base_folder, monkeypatch, chunk):
+    """Where the tokens of all fit into one chunk of the head, of some, and where a run has chunks of its own."""
+    sizes = []
+    original = batched_pass.selected_logprobs
+
+    def noting(hidden_NH, *more, **options):
+        sizes.append(len(hidden_NH))
+        return original(hidden_NH, *more, **options, chunk_tokens=chunk)
+
+    monkeypatch.setattr(batched_pass, "selected_logprobs", noting)
+    monkeypatch.setattr(batched_pass, "default_chunk_tokens", lambda device, vocab_size: chunk)
+
+    def engine_of(names):
+        engine = make_engine(base_folder)
+        for name in names:
+            new_run(engine, name, rank=2 + len(name), seed=len(name), train_unembed=name != "no head")
+        return engine
+
+    requests = mixed_requests()
+    together = engine_of(requests)
+    answers = together.forward_backward(list(requests.values()))
+    shared = list(sizes)
+    for answer, (name, request) in zip(answers, requests.items(), strict=True):
+        alone = engine_of([name])
+        assert plain(alone.forward_backward([request])[0]) == plain(answer)
+        gradient = together.state_dict(name)["gradient"]
+        assert any(".lora_A" in key and "lm_head" in key for key in gradient) == (name != "no head")
+        assert bits(gradient) == bits(alone.state_dict(name)["gradient"])
+    counts = sizes[len(shared) :]
+    assert sum(shared) == sum(counts) and max(counts) > 20
+    assert len(shared) == {10_000: 3, 60: 5, 20: 6}[chunk]  # by targets and entropy
 
 
 def test_gradients_add_up_over_requests_and_parts(base_folder):
