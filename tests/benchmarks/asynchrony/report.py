@@ -58,7 +58,7 @@ def steps(points, output):
         rows.append(cells)
     if not rows:
         return ""
-    figure, axes = plt.subplots(1, len(rows), figsize=(10, 3.4))
+    figure, axes = plt.subplots(1, len(rows), figsize=(10, 3.7))
     for axis, ms in zip(np.atleast_1d(axes), [ms for ms in MS if (ms, "alone") in drawn], strict=True):
         axis.axhline(drawn[ms, "alone"][0], color=COLOURS["alone"], linestyle=":", label=LABELS["alone"])
         for kind in ("sync", "ready", "async"):
@@ -66,8 +66,9 @@ def steps(points, output):
                 axis.plot(WORKERS, drawn[ms, kind], "o-", color=COLOURS[kind], label=LABELS[kind])
         axis.set(title=f"tools {ms} ms", xlabel="workers", xticks=WORKERS, ylim=(0, None))
     np.atleast_1d(axes)[0].set_ylabel("iterations a second")
-    np.atleast_1d(axes)[-1].legend(fontsize=8)
-    figure.tight_layout()
+    handles, labels = np.atleast_1d(axes)[-1].get_legend_handles_labels()
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="lower center")
     figure.savefig(output / "scale_steps.png", dpi=110)
     header = [
         "tools, mean",
@@ -164,7 +165,7 @@ def simulation(points, output):
                      max(row["measured"] for row in found["rows"]) * 1.25])  # fmt: skip
     axis.plot(ends, ends, color="black", linewidth=0.8)
     axis.fill_between(ends, ends * 0.85, ends * 1.15, color="black", alpha=0.1, label="within 15%")
-    axis.set(xlabel="measured, s an iteration", ylabel="simulated, s an iteration")
+    axis.set(xlabel="measured, s an iteration", ylabel="simulated, s an iteration", xscale="log", yscale="log")
     axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(output / "scale_simulation.png", dpi=110)
