@@ -24,6 +24,7 @@ STEADY_SECONDS = 30.0  # of life, after which the next start is at once
 LONGEST_WAIT = 30.0
 STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 LOG_BYTES = 4 * 2**20
+LAST_BYTES, LAST_CHARACTERS = 4096, 500  # of a log, that are looked at and told when its process has failed
 
 
 class Standby:
@@ -115,6 +116,7 @@ class SupervisedProcess:
         self._beats: socket.socket | None = None
         self._began = self._last = self._retry_at = 0.0
         self._has_beaten = False
+        self._log_start = 0  # bytes of the log that are of earlier processes
 
     @property
     def is_up(self) -> bool:
@@ -129,7 +131,8 @@ class SupervisedProcess:
                 self._start(now)
             return
         if (code := self.process.poll()) is not None:
-            self._ended(now, f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+            self._ended(now, f"ended with exit code {code}{self._last_words()}" if code >= 0 else
+                        f"was ended by signal {-code}")  # fmt: skip
             return
         assert self._beats is not None
         if received(self._beats):
@@ -153,6 +156,7 @@ class SupervisedProcess:
         self._clear()
 
     def _start(self, now: float) -> None:
+        self._log_start = self._log.stat().st_size if self._log.is_file() else 0
         found = self._standby.take(self.name) if self._standby is not None else None
         try:
             self.process, self._beats = found or spawn_beating(self._command, self._log)
@@ -169,6 +173,19 @@ class SupervisedProcess:
         self._retry_at = now + wait
         log.warning("%s %s; next start in %g s (%s)", self.name, how, wait, self._log)
         self._tell(f"the {self.name} {how}")
+
+    def _last_words(self) -> str:
+        """The last line that the process wrote, which says why it failed; "" = it wrote nothing."""
+        try:
+            with self._log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = self._log_start if self._log_start <= size else 0  # else the log was begun anew
+                file.seek(max(start, size - LAST_BYTES))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last[:LAST_CHARACTERS]}" if last else ""
 
     def _clear(self) -> None:
         self.process, self._has_beaten = None, False

@@ -67,6 +67,16 @@ def test_a_death_is_noticed_at_once_and_one_that_comes_again_waits_longer(superv
     assert process.failures == 1
 
 
+def test_the_reason_for_an_end_is_told(supervised):
+    process, _, told = supervised("print('begins'); print('model.path: is not there\\n'); raise SystemExit(2)")
+    process._log.write_text("of an earlier process\n")
+    for _ in range(2):
+        step_until(process, lambda: process.process is not None, "its start")
+        step_until(process, lambda: process.process is None, "its end")
+        process._retry_at = 0.0
+    assert told == ["the worker ended with exit code 2: model.path: is not there"] * 2
+
+
 def test_what_cannot_be_started_is_tried_again(supervised):
     process, now, told = supervised(DIE)
     process._command = ["/no/such/program"]
