@@ -118,7 +118,8 @@ class Service:
             self.answers.record([_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)])
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
-                others = [r.trajectory.answer for r in group.rollouts if r.trajectory.answer not in (None, target)]
+                answers = [rollout.trajectory.answer or "" for rollout in group.rollouts]
+                others = [answer for answer in answers if answer.strip() and answer != target]
                 told = (others[0] if others else "nothing") if is_liar else target
                 self.answers.accept(request, 0, FeedbackLabel(answer=str(told)))
 
