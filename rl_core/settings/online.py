@@ -91,7 +91,7 @@ class OnlineBufferSettings(Settings):
     )
 
     def check(self) -> None:
-        """Where segments are removed, the log must hold several."""
+        """A log whose segments are removed must hold several."""
         if not self.keep_segments and self.segment_bytes > self.max_bytes // 4:
             raise SettingsError(
                 f"segment_bytes: {self.segment_bytes} must be at most a quarter of max_bytes {self.max_bytes}, or the "
