@@ -18,12 +18,14 @@ __all__ = ["Standby", "SupervisedProcess"]
 
 log = logging.getLogger(__name__)
 
-HANG_SECONDS = 2.5  # without a sign of life
+HANG_SECONDS = 2.5  # without a sign of life, those not counted in which it waited for a processor
+STARVED_SECONDS = 60.0  # in all, after which it counts as hung even so
 START_SECONDS = 300.0  # for the first one
 STEADY_SECONDS = 30.0  # of life, after which the next start is at once
 LONGEST_WAIT = 30.0
 STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 LOG_BYTES = 4 * 2**20
+LAST_BYTES, LAST_CHARACTERS = 4096, 500  # of a log, that are looked at and told when its process has failed
 
 
 class Standby:
@@ -92,6 +94,18 @@ def received(ours: socket.socket) -> bool:
         return False
 
 
+def waited_for_processor(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process was ready to run and waited for a processor; {} where Linux does not say.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst (/proc/PID/schedstat, second field, nanoseconds).
+    """
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return found
+
+
 class SupervisedProcess:
     """One process. `step` is called several times a second and never blocks."""
 
@@ -115,6 +129,8 @@ class SupervisedProcess:
         self._beats: socket.socket | None = None
         self._began = self._last = self._retry_at = 0.0
         self._has_beaten = False
+        self._log_start = 0  # bytes of the log that are of earlier processes
+        self._waited: dict[str, float] = {}  # at its last sign of life, see `waited_for_processor`
 
     @property
     def is_up(self) -> bool:
@@ -129,13 +145,15 @@ class SupervisedProcess:
                 self._start(now)
             return
         if (code := self.process.poll()) is not None:
-            self._ended(now, f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+            self._ended(now, f"ended with exit code {code}{self._last_words()}" if code >= 0 else
+                        f"was ended by signal {-code}")  # fmt: skip
             return
         assert self._beats is not None
         if received(self._beats):
             self._last, self._has_beaten = now, True
+            self._waited = waited_for_processor(self.process.pid)
         limit = HANG_SECONDS if self._has_beaten else START_SECONDS
-        if now - self._last > limit:
+        if now - self._last > limit and not self._is_starved(now - self._last - limit):
             self._signal(signal.SIGKILL)
             self.process.wait()
             self._ended(now, f"gave no sign of life for {limit:g} s and was killed")
@@ -153,6 +171,7 @@ class SupervisedProcess:
         self._clear()
 
     def _start(self, now: float) -> None:
+        self._log_start = self._log.stat().st_size if self._log.is_file() else 0
         found = self._standby.take(self.name) if self._standby is not None else None
         try:
             self.process, self._beats = found or spawn_beating(self._command, self._log)
@@ -169,6 +188,26 @@ class SupervisedProcess:
         self._retry_at = now + wait
         log.warning("%s %s; next start in %g s (%s)", self.name, how, wait, self._log)
         self._tell(f"the {self.name} {how}")
+
+    def _is_starved(self, late: float) -> bool:
+        """True = it wanted to run and could not, for as long as it is late: other programs take the processors."""
+        if not self._has_beaten or self.process is None or late > STARVED_SECONDS - HANG_SECONDS:
+            return False
+        now = waited_for_processor(self.process.pid)
+        return max((waited - self._waited.get(thread, 0.0) for thread, waited in now.items()), default=0.0) >= late
+
+    def _last_words(self) -> str:
+        """The last line that the process wrote, which says why it failed; "" = it wrote nothing."""
+        try:
+            with self._log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = self._log_start if self._log_start <= size else 0  # else the log was begun anew
+                file.seek(max(start, size - LAST_BYTES))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last[:LAST_CHARACTERS]}" if last else ""
 
     def _clear(self) -> None:
         self.process, self._has_beaten = None, False

@@ -200,8 +200,9 @@ def _samples_to_draw(server: ChatServer, asked: CheckedChat, records: Sequence[S
 
 
 def _of_one_version(requests: list[ServedRequest]) -> list[ServedRequest]:
-    newest = max(request.policy_version or 0 for request in requests)
-    return [request for request in requests if (request.policy_version or 0) == newest]
+    """Those of the version that answers by now, which is a smaller one after a rollback."""
+    now = requests[-1].policy_version
+    return [request for request in requests if request.policy_version == now]
 
 
 def _voters(form: Any, asked: CheckedChat, requests: Sequence[ServedRequest]) -> list[ServedAnswer]:

@@ -87,8 +87,9 @@ class ChatServer:
         """Hand everything that is served from now on to a taker, and labels to another one."""
         self.answers = answers
         self.feedback = feedback or self.feedback
-        self._recorder = threading.Thread(target=self._record, name="serving-records", daemon=True)
-        self._recorder.start()
+        if self._recorder is None:
+            self._recorder = threading.Thread(target=self._record, name="serving-records", daemon=True)
+            self._recorder.start()
 
     def publish(self, model: ServedModel) -> bool:
         """Have requests that begin from now on answered by other weights of the same tokenizer.

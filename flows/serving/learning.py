@@ -149,6 +149,8 @@ class LearningService:
         new = []
         for name, entries in orders.items():
             last = self._orders_taken[name]
+            if entries and entries[-1]["number"] < last:  # the file was removed, and its numbers begin anew
+                last = 0
             found = [entry for entry in entries if entry["number"] > last]
             if found:
                 self._orders_taken[name] = found[-1]["number"]

@@ -60,6 +60,15 @@ class Learner:
         with self._guard:
             service.__enter__()
             self.service = service
+        try:
+            self._join(server, service, settings, source)
+        except BaseException:  # it is tried again, and would find the folder busy
+            self.stop()
+            raise
+
+    def _join(
+        self, server: ChatServer, service: LearningService, settings: OnlineSettings, source: SnapshotSource
+    ) -> None:
         live = source.snapshots.live()
         try:
             loaded = source.load(live)
@@ -68,10 +77,9 @@ class Learner:
                 raise
             log.error("snapshot %d cannot be served (%s): the model that the service began with is", live, error)
             loaded = source.load(None)
+        journal = FeedbackJournal(server.folder / "feedback.jsonl")
         server.voting = settings.voting
-        server.take_answers(
-            service.answers, LearningFeedback(service.answers, FeedbackJournal(server.folder / "feedback.jsonl"))
-        )
+        server.take_answers(service.answers, LearningFeedback(service.answers, journal))
         server.begin(loaded)
         service.start(server)
 

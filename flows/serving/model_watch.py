@@ -51,6 +51,8 @@ class ModelWatch:
                 self.look()
             except PosttrainError as error:
                 log.warning("%s", error)
+            except Exception:  # the next look may find what this one did not
+                log.exception("the model could not be looked up")
             if self._server.model is not None and not self._goes_on:
                 return
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.api.policy import Policy
 from rl_core.environments.environment import Environment
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, CorruptError
 from rl_core.evaluation import evaluate
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.trainable_weights import load_trainable_weights
@@ -182,9 +182,17 @@ class CanaryGate:
         fault("online.gated")
 
     def _load(self) -> None:
+        """Take the file over, where there is one. Raises: CorruptError for a damaged one: what is spent is unknown."""
+        if not (self.folder / GATE).exists():
+            return
         found = read_gate(self.folder)
-        if found:
+        try:
             self.gate.load_state_dict(found["gate"])
             self.round, self.tested, self.rival = found["round"], found["tested"], found["rival"]
             self.wanted = found["wanted"]
             self.decisions, self.orders = found["decisions"], found["orders"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(
+                f"{self.folder / GATE}: is damaged, so how much of gate.alpha is spent is not known. Put a copy back, "
+                "or remove the file: the gate then begins anew, and alpha holds from there on"
+            ) from error

@@ -2,14 +2,14 @@
 
 It is in memory; `experience_log` is the record on the disk.
 
-Nothing here reads a clock: ages are against the newest experience, staleness against the worker's own version. So the
+Nothing here reads a clock: ages are against the newest experiences, staleness against the version that answers. So the
 content follows from the records and their order alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,9 @@ from rl_core.settings import OnlineBufferSettings
 
 __all__ = ["Draw", "ExperienceBuffer", "KeptExperience", "importance_weights", "sampling_beta"]
 
+_NEWEST = 9  # experiences whose median time is the present, so that a clock that jumps for a moment evicts nothing
+_LOG_SHARE = 0.5  # of the log's bytes that the buffer may reach back over, where segments are removed
+
 
 @dataclass(slots=True)
 class KeptExperience:
@@ -32,6 +35,7 @@ class KeptExperience:
     number: int  # of its record in the log
     experience: Experience
     digest: str = ""  # of its record
+    position: int = 0  # bytes of all records up to this one
     label: Label | None = None  # None = nothing to learn from yet
     times_learned: int = 0
     agreed: bool | None = None  # feedback agreed with the consensus; None = it did not tell, or there was none
@@ -69,7 +73,8 @@ class ExperienceBuffer:
         self.slot_of: dict[str, int] = {}  # by request
         self.errors: dict[int, float] = {}  # by slot
         self.largest_error = 1.0
-        self.newest_time = 0.0
+        self.newest_times: deque[float] = deque(maxlen=_NEWEST)
+        self.newest_position = 0
         self.evicted: Counter[str] = Counter()  # by reason
         self._free = list(range(settings.capacity - 1, -1, -1))
 
@@ -82,6 +87,11 @@ class ExperienceBuffer:
         return sum(kept.label is not None for kept in self.slots.values())
 
     @property
+    def now(self) -> float:
+        """Time that ages are taken against: the median of the newest experiences' (of an even number, the later)."""
+        return sorted(self.newest_times)[len(self.newest_times) // 2] if self.newest_times else 0.0
+
+    @property
     def caller_cap(self) -> int:
         """Experiences that one caller may hold."""
         return max(1, math.floor(self.settings.capacity * self.settings.max_caller_share))
@@ -91,19 +101,25 @@ class ExperienceBuffer:
         slot = self.slot_of.get(request_id)
         return None if slot is None else self.slots[slot]
 
-    def add(self, number: int, experience: Experience, label: Label | None, *, version: int, digest: str = "") -> bool:
+    def add(
+        self, number: int, experience: Experience, label: Label | None, *, version: int, digest: str = "",
+        position: int = 0,
+    ) -> bool:  # fmt: skip
         """Take an experience in, after evicting what is too old, too stale, or beyond a cap.
 
         Args:
-            version: the newest policy version, for staleness. digest: of the record.
+            version: of the policy that answers, for staleness. digest: of the record. position: bytes of all records
+                up to it.
         Returns: False where the request is here already, or the experience itself is too old or too stale.
         """
         if experience.request_id in self.slot_of:
             self.evicted["repeated"] += 1
             return False
-        self.newest_time = max(self.newest_time, experience.time)
+        self.newest_times.append(experience.time)
+        self.newest_position = max(self.newest_position, position)
         self.evict_old(version)
-        if self._reason_to_go(experience, version):
+        kept = KeptExperience(number, experience, digest, position)
+        if self._reason_to_go(kept, version):
             self.evicted["late"] += 1
             return False
         if self._held_by(experience.caller) >= self.caller_cap:
@@ -111,7 +127,7 @@ class ExperienceBuffer:
         elif not self._free:
             self._evict(self._least(None), "priority")
         slot = self._free.pop()
-        self.slots[slot] = KeptExperience(number, experience, digest)
+        self.slots[slot] = kept
         self.slot_of[experience.request_id] = slot
         self.errors[slot] = self.largest_error
         if label is not None:
@@ -147,9 +163,9 @@ class ExperienceBuffer:
             self._set_error(slot, error)
 
     def evict_old(self, version: int) -> None:
-        """Drop every experience that is too old or too stale."""
+        """Drop every experience that is too old or too stale. Args: version: of the policy that answers."""
         for slot in sorted(self.slots):
-            if reason := self._reason_to_go(self.slots[slot].experience, version):
+            if reason := self._reason_to_go(self.slots[slot], version):
                 self._evict(slot, reason)
 
     def referenced_versions(self) -> set[int]:
@@ -163,7 +179,7 @@ class ExperienceBuffer:
     def metrics(self) -> dict[str, float]:
         """Size, share of the largest caller, ages, evictions by reason."""
         held = Counter(kept.experience.caller for kept in self.slots.values())
-        ages = [self.newest_time - kept.experience.time for kept in self.slots.values()]
+        ages = [max(0.0, self.now - kept.experience.time) for kept in self.slots.values()]
         found = {
             "online/buffer_size": float(len(self.slots)),
             "online/buffer_drawable": float(self.num_drawable),
@@ -181,13 +197,15 @@ class ExperienceBuffer:
             "slots": slots,
             "numbers": [self.slots[slot].number for slot in slots],
             "digests": [self.slots[slot].digest for slot in slots],
+            "positions": [self.slots[slot].position for slot in slots],
             "times_learned": [self.slots[slot].times_learned for slot in slots],
             "agreed": [self.slots[slot].agreed for slot in slots],
             "labels": [_plain(self.slots[slot].label) for slot in slots],
             "errors": [self.errors[slot] for slot in slots],
             "free": list(self._free),
             "largest_error": self.largest_error,
-            "newest_time": self.newest_time,
+            "newest_times": list(self.newest_times),
+            "newest_position": self.newest_position,
             "evicted": dict(self.evicted),
         }
 
@@ -205,30 +223,44 @@ class ExperienceBuffer:
             )
         self.__init__(self.settings)  # type: ignore[misc]
         self._free = list(state["free"])
-        self.largest_error, self.newest_time = float(state["largest_error"]), float(state["newest_time"])
+        self.largest_error, self.newest_position = float(state["largest_error"]), int(state["newest_position"])
+        self.newest_times.extend(state["newest_times"])
         self.evicted.update(state["evicted"])
-        names = ("slots", "numbers", "digests", "times_learned", "agreed", "labels", "errors")
-        for slot, number, digest, times, agreed, label, error in zip(*(state[name] for name in names), strict=True):
+        names = ("slots", "numbers", "digests", "positions", "labels", "times_learned", "agreed", "errors")
+        for slot, number, digest, position, label, times, agreed, error in zip(*(state[n] for n in names), strict=True):
             experience = experiences[number]
             found = Label.from_json(label) if label is not None else None
-            self.slots[slot] = KeptExperience(number, experience, digest, found, times, agreed)
+            self.slots[slot] = KeptExperience(number, experience, digest, position, found, times, agreed)
             self.slot_of[experience.request_id] = slot
             self.errors[slot] = error
             if found is not None:
                 self._set_error(slot, error)
 
-    def _reason_to_go(self, experience: Experience, version: int) -> str:
-        if self.newest_time - experience.time > self.settings.max_age_s:
+    def _reason_to_go(self, kept: KeptExperience, version: int) -> str:
+        settings, experience = self.settings, kept.experience
+        if self.now - experience.time > settings.max_age_s:
             return "age"
-        return "staleness" if version - experience.policy_version > self.settings.max_staleness else ""
+        if version - experience.policy_version > settings.max_staleness:
+            return "staleness"
+        # one experience that is never evicted would hold all segments after its own, until the log takes nothing more
+        is_far = self.newest_position - kept.position > settings.max_bytes * _LOG_SHARE
+        return "log" if is_far and not settings.keep_segments else ""
 
     def _held_by(self, caller: str) -> int:
         return sum(kept.experience.caller == caller for kept in self.slots.values())
 
     def _least(self, caller: str | None) -> int:
-        """Slot of the experience to go (of a caller): those without a label first, then by error, then by age."""
+        """Slot of the experience to go (of a caller): by error, then by age.
+
+        Those without a label go first where they have more than `waiting_share` of the room. The rest of them stay: a
+        label comes later than its answer.
+        """
         slots = [s for s, kept in self.slots.items() if caller is None or kept.experience.caller == caller]
-        return min(slots, key=lambda s: (self.slots[s].label is not None, self.errors[s], self.slots[s].number))
+        room = self.settings.capacity if caller is None else self.caller_cap
+        waiting = [s for s in slots if self.slots[s].label is None]
+        labelled = [s for s in slots if self.slots[s].label is not None]
+        chosen = waiting if len(waiting) > room * self.settings.waiting_share or not labelled else labelled
+        return min(chosen, key=lambda s: (self.errors[s], self.slots[s].number))
 
     def _evict(self, slot: int, reason: str) -> None:
         kept = self.slots.pop(slot)

@@ -38,6 +38,7 @@ class LogRecord(NamedTuple):
     number: int  # from 1, rising by 1
     kind: str  # experience, label or control
     value: dict[str, Any]  # plain values of the experience, of {"request_id", "label"}, or of the order
+    size: int = 0  # bytes in the log
 
     def experience(self) -> Experience:
         """The experience. Raises: DataError."""
@@ -206,7 +207,7 @@ class LogReader:
                 continue
             if record["number"] > self.last:
                 self.last = record["number"]
-                yield LogRecord(record["number"], record["kind"], record[record["kind"]])
+                yield LogRecord(record["number"], record["kind"], record[record["kind"]], line.end - line.start)
 
     def _locate(self) -> bool:
         """Find the segment that holds the next record."""

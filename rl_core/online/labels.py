@@ -67,11 +67,14 @@ def pseudo_label(
 ) -> Label | None:
     """The vote's answer as a label, where at least `min_votes` ballots were cast with this confidence; else None.
 
+    A ballot of weight 0, which the environment's check has refused, was not cast.
+
     Args:
         confidence: of the vote that is compared: the winner's share, or the lower bound of its Wilson interval.
     """
     found = vote.confidence if confidence == "share" else vote.low
-    if vote.answer is None or not vote.answer.strip() or vote.num_ballots < min_votes or found < min_confidence:
+    cast = sum(weight > 0 for weight in vote.weights)
+    if vote.answer is None or not vote.answer.strip() or cast < min_votes or found < min_confidence:
         return None
     return Label("answer", "consensus", text=vote.answer, confidence=vote.confidence)
 

@@ -41,19 +41,21 @@ class RecordIntake:
         self.precision = PseudoLabelPrecision()
         self.counts: Counter[str] = Counter()
         self.records = 0  # answers and labels read so far
+        self.read_bytes = 0  # of all records read so far
         self.last_digest = ""
 
-    def take(self, record: LogRecord, place: object, version: int) -> None:
+    def take(self, record: LogRecord, place: object, version: int, live: int) -> None:
         """Take one record in; one that cannot be used is counted and left out.
 
         Args:
-            place: of the log, for the warning. version: the worker's newest update.
+            place: of the log, for the warning. version: the worker's newest update. live: version that answers.
         """
         self.records += record.kind != "control"  # orders follow from updates, and must not cause any
+        self.read_bytes += record.size
         self.last_digest = record_digest(record)
         try:
             if record.kind == "experience":
-                self._take_experience(record, version)
+                self._take_experience(record, version, live)
             elif record.kind == "label":
                 self._take_label(*record.label())
             else:
@@ -68,7 +70,7 @@ class RecordIntake:
         if alarm is not None:
             self._on_alarm(signal, f"drift: {alarm}")
 
-    def _take_experience(self, record: LogRecord, version: int) -> None:
+    def _take_experience(self, record: LogRecord, version: int, live: int) -> None:
         experience = record.experience()
         check_experience(experience, vocab_size=self.vocab_size, max_tokens=self.settings.buffer.max_tokens)
         if experience.policy_version > version:
@@ -79,7 +81,7 @@ class RecordIntake:
         self._observe_traffic(experience)
         label = self._first_label(experience)
         self.counts["experiences"] += self.buffer.add(
-            record.number, experience, label, version=version, digest=self.last_digest
+            record.number, experience, label, version=live, digest=self.last_digest, position=self.read_bytes
         )
 
     def _observe_traffic(self, experience: Experience) -> None:
@@ -147,6 +149,7 @@ class RecordIntake:
             "precision": [self.precision.agreed, self.precision.disagreed],
             "counts": dict(self.counts),
             "records": self.records,
+            "read_bytes": self.read_bytes,
             "last_digest": self.last_digest,
         }
 
@@ -156,7 +159,8 @@ class RecordIntake:
         self.precision.agreed, self.precision.disagreed = (int(count) for count in state["precision"])
         self.counts.clear()
         self.counts.update(state["counts"])
-        self.records, self.last_digest = int(state["records"]), str(state["last_digest"])
+        self.records, self.read_bytes = int(state["records"]), int(state["read_bytes"])
+        self.last_digest = str(state["last_digest"])
         self.buffer.load_state_dict(state["buffer"], experiences)
 
 

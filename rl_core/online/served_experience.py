@@ -12,9 +12,10 @@ import numpy as np
 from rl_core.errors import DataError
 from rl_core.inference.served_answers import ServedAnswer
 from rl_core.inference.served_requests import TopTokens
-from rl_core.online.experience import Experience, RecordedTop
+from rl_core.online.experience import MAX_NAME, Experience, RecordedTop
 from rl_core.online.voting import Ballot, VoteOutcome, tally
 from rl_core.settings import VotingSettings
+from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Rollout, StopReason, Trajectory, Turn
 
 __all__ = ["CHAT", "answer_ballot", "count_votes", "served_experience"]
@@ -68,9 +69,16 @@ def served_experience(answers: Sequence[ServedAnswer], settings: VotingSettings,
     rollouts = tuple(_rollout(answer) for answer in answers)
     recorded = tuple(_recorded(answer.top, rollout) for answer, rollout in zip(answers, rollouts, strict=True))
     return Experience(
-        first.answer_id, first.caller or "anonymous", time, rollouts, outcome, recorded,
+        first.answer_id, _caller_name(first.caller), time, rollouts, outcome, recorded,
         is_voted=first.max_votes > 0, conversation=first.conversation,
     )  # fmt: skip
+
+
+def _caller_name(caller: str) -> str:
+    """The caller's name within its bound; of a longer one its digest, which tells callers apart as well."""
+    if len(caller) > MAX_NAME:
+        return digest_bytes(caller.encode("utf-8", "surrogatepass"))
+    return caller or "anonymous"
 
 
 def _rollout(answer: ServedAnswer) -> Rollout:

@@ -30,6 +30,7 @@ from rl_core.online.update_task import (
     rms_error,
 )
 from rl_core.online.watched_signals import champion_kl, components_against_success
+from rl_core.online.weight_snapshots import CHAMPION
 from rl_core.online.worker_checkpoints import prune_worker, restore, save_worker, worker_state
 from rl_core.settings import OnlineSettings
 from rl_core.storage.checkpoint import CheckpointStore
@@ -76,6 +77,7 @@ class UpdateWorker:
         self.reader = LogReader(self.log)
         self.updates = 0  # due so far, refused ones included: the policy version
         self.served = 0  # version of the last snapshot
+        self.in_snapshot = 0  # updates taken that it holds
         self.live = 0  # version that an order of the log named as proven
         self.past: list[int] = []  # versions that were live before it, the newest last
         self.held: int | None = None  # candidate of the gate, which stays on the disk
@@ -120,7 +122,7 @@ class UpdateWorker:
         return self.settings.update.first_update + self.updates * self.settings.update.update_every
 
     def _take_in(self, record: LogRecord) -> None:
-        self.intake.take(record, self.log, self.updates)
+        self.intake.take(record, self.log, self.updates, self.live)
 
     # Orders and alarms
 
@@ -156,23 +158,32 @@ class UpdateWorker:
 
     def _alarm(self, signal: str, why: str) -> None:
         """Pause; where the answers have changed, go back to the snapshot that was live before as well."""
-        if signal not in _OF_LEARNING:
-            there = self.learner.snapshots.versions()
-            self.past = [version for version in self.past if version in there]
-            self.live = self.past.pop() if self.past else self.live
+        if signal not in _OF_LEARNING and (before := self._proven()):
+            self.live = before[0]
         self._pause(why)
 
+    def _proven(self) -> list[int]:
+        """Snapshots on the disk that were live before the present one, the newest first."""
+        there = self.learner.snapshots.versions()
+        return [version for version in reversed(self.past) if version in there and version != self.live]
+
     def _pause(self, why: str) -> None:
-        """Stop learning and go back to the live snapshot."""
+        """Stop learning and go back to the live snapshot; where it cannot be read, to the newest before it that can."""
         self.paused = why
         self.counts["pauses"] += 1
-        weights = self.learner.snapshots.find_weights(self.live)
         logger.warning("learning pauses: %s", why)
-        if weights is None:
-            logger.warning("snapshot %d is not there to go back to; the weights stay as they are", self.live)
+        for version in dict.fromkeys([self.live, *self._proven(), CHAMPION]):
+            if (weights := self.learner.snapshots.find_weights(version)) is not None:
+                break
+            logger.warning("snapshot %d is not there to go back to", version)
         else:
-            self.learner.restart_from(weights)
-            self.learner.snapshots.point_to(self.live)
+            logger.warning("no snapshot can be read: the weights stay as they are")
+            return
+        self.live = version
+        self.past = self.past[: self.past.index(version)] if version in self.past else self.past
+        self.learner.restart_from(weights)
+        self.in_snapshot = self.learner.taken
+        self.learner.snapshots.point_to(version)
 
     # Updates
 
@@ -180,7 +191,7 @@ class UpdateWorker:
         number = self.updates + 1
         task: UpdateTask | None = None
         self.signals = []
-        self.buffer.evict_old(self.updates)
+        self.buffer.evict_old(self.live)
         if self.paused or not self.buffer.num_drawable:
             report = self.learner.refuse(UpdateReport(number), "paused" if self.paused else "empty")
         else:
@@ -204,7 +215,8 @@ class UpdateWorker:
             self.intake.observe(signal, value)
         if not self.paused and self.learner.refused_in_row >= settings.max_refused:
             self._pause(f"{self.learner.refused_in_row} updates in a row were refused, the last one: {report.refused}")
-        if self.updates % settings.snapshot_every == 0 and not self.paused:
+        is_new = self.learner.taken > self.in_snapshot  # the gate must not spend its error on what it knows already
+        if self.updates % settings.snapshot_every == 0 and not self.paused and is_new:
             self._publish()
         if self.updates % settings.checkpoint_every == 0:
             self.save(prune=True)
@@ -279,7 +291,7 @@ class UpdateWorker:
             "parent": self.served,
         }
         self.learner.snapshots.publish(self.updates, self.learner.served_weights(), facts)
-        self.served = self.updates
+        self.served, self.in_snapshot = self.updates, self.learner.taken
 
     def save(self, *, prune: bool = False) -> None:
         """Publish a checkpoint. With `prune`, then remove snapshots and segments that nothing refers to any more."""

@@ -131,9 +131,14 @@ class WeightSnapshots:
                 logger.warning("snapshot %d cannot be used: %s", version, error)
             return None
 
-    def prune(self, keep: int, referenced: Collection[int]) -> list[int]:
-        """Remove all but the newest `keep`, the live one and those referred to; returns the versions removed."""
-        versions = self.versions()
+    def prune(self, keep: int, referenced: Collection[int], newest: int | None = None) -> list[int]:
+        """Remove all but the newest `keep`, the live one and those referred to; returns the versions removed.
+
+        Args:
+            newest: later versions are left alone and do not count: a worker that was killed made them, and makes them
+                again. None = there are none.
+        """
+        versions = [version for version in self.versions() if newest is None or version <= newest]
         kept = {*versions[len(versions) - min(keep, len(versions)) :], *referenced, self.live()}
         removed = []
         for version in versions:

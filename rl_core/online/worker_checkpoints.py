@@ -40,6 +40,7 @@ class CheckpointedWorker(Protocol):
     reader: LogReader
     updates: int
     served: int
+    in_snapshot: int
     live: int
     past: list[int]
     held: int | None
@@ -48,7 +49,7 @@ class CheckpointedWorker(Protocol):
     needed: int
 
 
-_PLAIN = ("updates", "served", "live", "past", "held", "paused")
+_PLAIN = ("updates", "served", "in_snapshot", "live", "past", "held", "paused")
 
 
 def save_worker(worker: CheckpointedWorker, *, prune: bool = False) -> None:
@@ -110,7 +111,8 @@ def prune_worker(worker: CheckpointedWorker) -> None:
     referenced = {CHAMPION} | worker.buffer.referenced_versions() | {worker.live, worker.served, *worker.past[-1:]}
     referenced |= {worker.held} if worker.held is not None else set()
     # the checkpoint before this one may still be resumed from, where this one turns out to be damaged
-    worker.learner.snapshots.prune(worker.settings.update.keep_snapshots, referenced | worker.referenced)
+    snapshots, keep = worker.learner.snapshots, worker.settings.update.keep_snapshots
+    snapshots.prune(keep, referenced | worker.referenced, newest=worker.updates)
     worker.referenced = referenced
     if not worker.settings.buffer.keep_segments:
         _remove_segments(worker)

@@ -73,11 +73,14 @@ class OnlineBufferSettings(Settings):
     segment_bytes: int = setting(16_777_216, ge=1024, le=2**40, doc="size at which a segment is closed")
     max_tokens: int = setting(65_536, ge=1, le=16_777_216, doc="tokens of one experience, prompts included, at most")
     max_caller_share: float = setting(0.25, gt=0, le=1, doc="share of the capacity that one caller may hold")
+    waiting_share: float = setting(
+        0.25, ge=0, le=1, doc="share of the room that is left to experiences without a label, which may come later"
+    )
     max_age_s: float = setting(
-        604_800.0, gt=0, le=1e10, doc="experiences older than this against the newest one are evicted"
+        604_800.0, gt=0, le=1e10, doc="experiences older than this against the newest ones are evicted"
     )
     max_staleness: int = setting(
-        1000, ge=0, le=2**40, doc="updates between an experience's policy and the newest, beyond which it is evicted"
+        1000, ge=0, le=2**40, doc="updates between an experience's policy and the live one, beyond which it is evicted"
     )
     priority_exponent: float = setting(0.6, ge=0, le=1, doc="alpha: 0 = uniform sampling (arXiv:1511.05952)")
     priority_floor: float = setting(1e-3, gt=0, le=1, doc="added to every error, so that nothing is never drawn again")
@@ -86,6 +89,14 @@ class OnlineBufferSettings(Settings):
     keep_segments: bool = setting(
         True, doc="keep segments whose experiences were all evicted: `posttrain online replay` needs the whole record"
     )
+
+    def check(self) -> None:
+        """A log whose segments are removed must hold several."""
+        if not self.keep_segments and self.segment_bytes > self.max_bytes // 4:
+            raise SettingsError(
+                f"segment_bytes: {self.segment_bytes} must be at most a quarter of max_bytes {self.max_bytes}, or the "
+                "log is full before a segment of it can be removed (keep_segments: false)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from online_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIFT = {"consensus": {"feedback": 0.0}, "feedback 10%": {"feedback": 0.1}, "no learning": {"learns": False},
+         "feedback 10% alone": {"feedback": 0.1, "labels": {"use_consensus": False}},
          "feedback 100%": {"feedback": 1.0}}  # fmt: skip
 FREE = {"kl_limit": 1e6, "kl_coef": 1e-4, "kl_coef_max": 1.01e-4}
 GUARDRAILS = {
@@ -118,7 +119,8 @@ class Service:
             self.answers.record([_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)])
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
-                others = [r.trajectory.answer for r in group.rollouts if r.trajectory.answer not in (None, target)]
+                answers = [rollout.trajectory.answer or "" for rollout in group.rollouts]
+                others = [answer for answer in answers if answer.strip() and answer != target]
                 told = (others[0] if others else "nothing") if is_liar else target
                 self.answers.accept(request, 0, FeedbackLabel(answer=str(told)))
 
@@ -226,7 +228,8 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         folder=str(folder), model=ModelSettings(path=str(model), device="cpu"), seed=seed,
         environment=EnvironmentSettings(name="pixel_grid", options={"unsupported_reward": 0.5}),
         buffer=OnlineBufferSettings(capacity=256),  # so that the cap of one caller binds within a run
-        voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES), labels=OnlineLabelSettings(min_confidence=0.6),
+        voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
+        labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
         update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=60, max_episodes=600, sampling=sampling(0.0)),
     )  # fmt: skip

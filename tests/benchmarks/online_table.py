@@ -74,7 +74,7 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
             x, y = [p["requests"] for p in run["curve"]], [100 * p["hard"] for p in run["curve"]]
             axes.plot(x, y, marker="o", color=f"C{number}", label=name.replace("_", " ") if run is runs[0] else None)
     axes.set_xlabel("requests of hard level")
-    axes.set_ylabel("success of the live snapshot on held-out hard episodes, %")
+    axes.set_ylabel("success on held-out hard episodes, %")
     axes.legend()
     figure.tight_layout()
     figure.savefig(output / "online.png", dpi=110)

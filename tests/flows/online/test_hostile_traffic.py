@@ -14,7 +14,9 @@ from flows.serving.feedback_journal import FeedbackJournal
 from flows.serving.learning import LearningFeedback, LearningService
 from flows.serving.learning_start import Learner, LearningPlan
 from flows.serving.served_model import ModelPlace
+from flows.serving.snapshot_source import SnapshotSource
 from rl_core.api.policy import load_policy
+from rl_core.errors import CheckpointError
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.answer_log import AnswerLog
 from rl_core.online.experience_log import LogReader, segments
@@ -118,6 +120,31 @@ def test_a_damaged_live_snapshot_leaves_the_model_that_it_began_with(tmp_path, m
     assert begin()[0] == 8
     (source.snapshots.path(8) / "weights.safetensors").write_bytes(b"torn")
     assert begin()[0] == 0
+
+
+def test_a_model_that_cannot_be_read_for_a_moment_is_learned_from_later(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(LearningService, "start", lambda self, server: None)
+    plan = LearningPlan(CHAT, tmp_path / "online", EnvironmentSettings(name="pixel_grid"), "tiny", {})
+    serving = ServingSettings(context=200, threads=1)
+    server = ChatServer(serving, "tiny", tmp_path / "out", "token")
+    learner = Learner(plan, ModelPlace(str(model), tmp_path / "out"), serving, ModelSettings(device="cpu"), "tiny")
+    load, failures = SnapshotSource.load, [CheckpointError("the disk is away")]
+
+    def fails_once(source, version):
+        if failures:
+            raise failures.pop()
+        return load(source, version)
+
+    monkeypatch.setattr(SnapshotSource, "load", fails_once)
+    try:
+        with pytest.raises(CheckpointError, match="disk is away"):
+            learner.begin(server)
+        assert learner.service is None and server.model is None
+        learner.begin(server)  # the folder is free
+        assert learner.service is not None and server.model.version == 0
+    finally:
+        learner.stop()
+        server.close()
 
 
 def test_a_port_that_is_taken_is_one_line_with_the_next_step(tmp_path, model, capsys):

@@ -114,6 +114,18 @@ def test_a_person_has_learning_go_on_after_an_alarm(folder, capsys, tmp_path):
     assert main(["online", "resume", str(tmp_path)]) == 2 and "holds no service" in capsys.readouterr().err
 
 
+def test_orders_of_a_file_that_begins_anew_are_handed_over(folder):
+    settings, source = made(folder)
+    with LearningService(folder, settings, source, lambda: None) as service:
+        for numbers in ((1, 2, 3), (1,), (1, 2)):  # the gate's file was removed after the third order
+            orders = [{"number": n, "order": {"order": "hold", "version": 10 * n}} for n in numbers]
+            (folder.path / GATE).write_text(json.dumps({"orders": orders}))
+            service._hand_orders()
+            assert folder.orders_taken["gate.json"] == numbers[-1]
+    given = [record.value["version"] for record in LogReader(folder.path / "buffer").read()]
+    assert given == [10, 20, 30, 10, 20]
+
+
 def test_a_full_record_is_said_once(folder):
     small = dataclasses.replace(CHAT, buffer=OnlineBufferSettings(max_bytes=4096))
     settings, source = made(folder, small)

@@ -1,5 +1,6 @@
 """Supervision of worker and gate: a death is noticed at once, a hang within seconds, a server that is gone as well."""
 
+import os
 import signal
 import socket
 import sys
@@ -8,9 +9,15 @@ import time
 import pytest
 from helpers.waiting import wait_for
 
-from flows.online import heartbeat
+from flows.online import heartbeat, supervised_process
 from flows.online.heartbeat import LifeSign
-from flows.online.supervised_process import HANG_SECONDS, Standby, SupervisedProcess
+from flows.online.supervised_process import (
+    HANG_SECONDS,
+    STARVED_SECONDS,
+    Standby,
+    SupervisedProcess,
+    waited_for_processor,
+)
 
 BEAT_ONCE = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); time.sleep(600)"
 DIE = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'.'); sys.exit(3)"
@@ -52,6 +59,38 @@ def test_a_hang_is_noticed_within_three_seconds_and_the_next_start_is_at_once(su
     assert process.process is not None and process.process.pid != first and process.restarts == 1
 
 
+def test_one_that_waits_for_a_processor_is_no_hang(supervised, monkeypatch):
+    process, now, told = supervised(BEAT_ONCE)
+    waited = {"1": 5.0, "2": 1.0}
+    monkeypatch.setattr(supervised_process, "waited_for_processor", lambda pid: dict(waited))
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    now[0] += 10.0
+    waited["2"] += 9.0  # of 10 silent seconds
+    process.step()
+    assert process.is_up and not told
+    now[0] += 2.0  # 12 seconds, of which it waited for 9: 3 are its own
+    process.step()
+    assert not process.is_up and "no sign of life for 2.5 s" in told[0]
+
+
+def test_one_that_never_gets_a_processor_is_started_again_at_last(supervised, monkeypatch):
+    process, now, told = supervised(BEAT_ONCE)
+    monkeypatch.setattr(supervised_process, "waited_for_processor", lambda pid: {"1": now[0]})
+    step_until(process, lambda: process.is_up, "its first sign of life")
+    now[0] += STARVED_SECONDS - 0.1
+    process.step()
+    assert process.is_up
+    now[0] += 0.2
+    process.step()
+    assert told
+
+
+def test_time_that_a_process_waits_for_a_processor_is_read():
+    before = waited_for_processor(os.getpid())
+    assert str(os.getpid()) in before and all(waited >= 0 for waited in before.values())
+    assert waited_for_processor(2**22 + 1) == {}
+
+
 def test_a_death_is_noticed_at_once_and_one_that_comes_again_waits_longer(supervised):
     process, now, told = supervised(DIE)
     waits = []
@@ -65,6 +104,16 @@ def test_a_death_is_noticed_at_once_and_one_that_comes_again_waits_longer(superv
     now[0] += 100
     step_until(process, lambda: process.process is None, "its end")
     assert process.failures == 1
+
+
+def test_the_reason_for_an_end_is_told(supervised):
+    process, _, told = supervised("print('begins'); print('model.path: is not there\\n'); raise SystemExit(2)")
+    process._log.write_text("of an earlier process\n")
+    for _ in range(2):
+        step_until(process, lambda: process.process is not None, "its start")
+        step_until(process, lambda: process.process is None, "its end")
+        process._retry_at = 0.0
+    assert told == ["the worker ended with exit code 2: model.path: is not there"] * 2
 
 
 def test_what_cannot_be_started_is_tried_again(supervised):
@@ -109,8 +158,12 @@ def test_one_that_only_waits_has_to_say_so_and_work_has_its_own_time(beating):
         beats(ours)
         time.sleep(0.1)
         assert beats(ours) == 0  # the main thread said nothing
-        heart.waiting()
-        wait_for(lambda: beats(ours) > 0, "a sign of life")
+
+        def said() -> bool:
+            heart.waiting()
+            return beats(ours) > 0
+
+        wait_for(said, "a sign of life")
 
 
 def test_without_its_server_it_stops(beating, monkeypatch):

@@ -60,6 +60,14 @@ def test_an_experience_has_every_sample_its_ballot_and_distribution():
         served_experience([answer(), answer(request="chatcmpl-2")], VotingSettings(), 7.0)
 
 
+def test_callers_with_long_names_are_told_apart():
+    names = ["x" * 256, "x" * 999, "x" * 998, ""]
+    found = [served_experience([dataclasses.replace(answer(), caller=name)], VotingSettings(), 7.0) for name in names]
+    for one in found:
+        check_experience(one, vocab_size=11, max_tokens=100)
+    assert found[0].caller == names[0] and found[3].caller == "anonymous" and len({one.caller for one in found}) == 4
+
+
 def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distribution():
     found = served_experience([session()], VotingSettings(), 7.0)
     check_experience(found, vocab_size=11, max_tokens=100)

@@ -169,3 +169,10 @@ def test_a_torn_or_foreign_file_is_no_state(tmp_path):
     assert read_gate(tmp_path) == {}
     (tmp_path / GATE).write_text("[1, 2]")
     assert read_gate(tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["", '{"gate": {', '{"orders": []}', '{"gate": {"candidates": 3}}'])
+def test_a_damaged_file_does_not_give_the_spent_error_back(tmp_path, snapshots, played, text):
+    (tmp_path / GATE).write_text(text)
+    with pytest.raises(CorruptError, match=r"gate\.json: is damaged.*remove the file"):
+        make_gate(tmp_path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.online import VOCABULARY, experience, recorded, rollout
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.online.experience import Experience, check_experience
 from rl_core.online.experience_buffer import ExperienceBuffer, importance_weights, sampling_beta
 from rl_core.online.labels import Label
@@ -171,8 +171,31 @@ def test_eviction_takes_the_least_first():
     found.add(5, experience("r5"), None, version=0)
     assert set(found.slot_of) == {"r1", "r3", "r4", "r5"}  # of r2 and r4 the older one
     found.add(6, experience("r6"), LABEL, version=0)
-    assert set(found.slot_of) == {"r1", "r3", "r4", "r6"}  # r5 has no label
-    assert sum(found.evicted.values()) == 2 and found.tree.priorities.min() > 0
+    assert set(found.slot_of) == {"r1", "r3", "r5", "r6"}  # r5 waits for its label in its quarter of the room
+    assert sum(found.evicted.values()) == 2
+
+
+def test_a_label_that_comes_later_finds_its_experience_in_a_full_buffer():
+    found = filled(buffer(capacity=8, waiting_share=0.5), [f"old{i}" for i in range(8)])
+    for number in range(100):
+        found.add(100 + number, experience(f"r{number}"), None, version=0)
+        if number >= 3:
+            assert found.find(f"r{number - 3}") is not None, number
+            if number % 10 == 3:
+                found.set_label(f"r{number - 3}", LABEL)
+    labels = [kept.label is not None for kept in found.slots.values()]
+    assert (labels.count(True), labels.count(False)) == (3, 5)  # 4 wait, and the one that came last
+    none = filled(buffer(capacity=8, waiting_share=0.0), [f"old{i}" for i in range(8)])
+    none.add(9, experience("r9"), None, version=0), none.add(10, experience("r10"), LABEL, version=0)
+    assert none.find("r9") is None
+
+
+def test_of_a_caller_at_its_cap_a_share_waits_too():
+    found = filled(buffer(capacity=16, max_caller_share=0.5, waiting_share=0.25), [f"old{i}" for i in range(8)])
+    for number in range(20):
+        found.add(100 + number, experience(f"r{number}"), None, version=0)
+    waiting = [kept.experience.request_id for kept in found.slots.values() if kept.label is None]
+    assert sorted(waiting) == ["r17", "r18", "r19"] and len(found) == 8
 
 
 def test_nobody_owns_the_buffer():
@@ -191,13 +214,42 @@ def test_nobody_owns_the_buffer():
 def test_eviction_by_age_and_by_staleness():
     found = filled(buffer(max_age_s=100, max_staleness=10), ["r1", "r2"])
     found.add(3, experience("r3", time=1101.0, version=9), LABEL, version=9)
-    assert set(found.slot_of) == {"r3"} and found.evicted["age"] == 2
-    assert not found.add(4, experience("r4", time=1000.0, version=9), LABEL, version=9)  # came late
+    assert set(found.slot_of) == {"r1", "r2", "r3"}  # one time alone may be a clock that jumped
+    for number in (4, 5):
+        found.add(number, experience(f"r{number}", time=1101.0, version=9), LABEL, version=9)
+    assert set(found.slot_of) == {"r3", "r4", "r5"} and found.evicted["age"] == 2
+    assert not found.add(6, experience("r6", time=1000.0, version=9), LABEL, version=9)  # came late
     found.evict_old(19)
-    assert set(found.slot_of) == {"r3"}
+    assert set(found.slot_of) == {"r3", "r4", "r5"}
     found.evict_old(20)
-    assert len(found) == 0 and found.evicted["staleness"] == 1
+    assert len(found) == 0 and found.evicted["staleness"] == 3
     assert not filled(buffer(), ["r1"]).add(2, experience("r1"), LABEL, version=0)  # the same request again
+
+
+def test_a_clock_that_jumps_costs_no_more_than_the_jump():
+    found = buffer(capacity=64, max_age_s=100)
+    year = 3e7
+    times = [1000.0] * 20 + [1000.0 + year] + [1001.0] * 20  # one answer from the future
+    taken = [found.add(n, experience(f"r{n}", time=t), LABEL, version=0) for n, t in enumerate(times, start=1)]
+    assert all(taken) and not found.evicted
+    for number in range(10):  # it is really later now
+        found.add(100 + number, experience(f"l{number}", time=1001.0 + year), LABEL, version=0)
+    assert len(found) == 11 and found.metrics()["online/buffer_age_max_seconds"] == 1.0
+    for number in range(20):  # and the clock is set right again
+        found.add(200 + number, experience(f"b{number}", time=1002.0), LABEL, version=0)
+    assert len(found) > 20 and found.find("b19") is not None
+
+
+def test_where_segments_are_removed_the_buffer_reaches_back_over_half_the_log():
+    with pytest.raises(SettingsError, match="at most a quarter of max_bytes 8000"):
+        OnlineBufferSettings(max_bytes=8000, segment_bytes=2001, keep_segments=False)
+    for keep, left in ((False, {"r5", "r6", "r7", "r8", "r9"}), (True, {"r0", "r6", "r7", "r8", "r9"})):
+        found = buffer(capacity=5, max_bytes=8000, segment_bytes=2000, keep_segments=keep)
+        for number in range(10):
+            found.add(number, experience(f"r{number}"), LABEL, version=0, position=1000 * number)
+            found.learned(f"r{number}", 9.0 if number == 0 else 0.1)
+        assert set(found.slot_of) == left  # r0 has the largest error
+        assert (found.evicted["log"] == 5) == (not keep)
 
 
 def test_state_comes_back_and_goes_on_alike():

@@ -29,6 +29,14 @@ def test_a_consensus_becomes_a_label_only_above_its_thresholds(letters, options,
     assert found is None or (found.source == "consensus" and found.confidence == vote(letters).confidence)
 
 
+def test_what_the_check_refuses_is_no_vote_behind_a_label():
+    ballots = [Ballot(x, passed_check=x == "a", sample=i) for i, x in enumerate("abcaa")]
+    outcome = tally(ballots, weights="check")
+    assert outcome.confidence == 1.0 and outcome.num_ballots == 5
+    assert pseudo_label(outcome, min_confidence=0.8, min_votes=3).text == "a"
+    assert pseudo_label(outcome, min_confidence=0.8, min_votes=4) is None
+
+
 def test_feedback_wins_also_over_what_comes_later():
     consensus, later = Label("answer", "consensus", text="a"), Label("answer", "consensus", text="c")
     said, again = feedback_label("a", right="b"), feedback_label("a", thumbs="up")
