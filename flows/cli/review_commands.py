@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["analyze", "approve", "compare", "diff", "evaluate", "gc", "promote", "replay", "runs", "sync"]
 
 
+def _say(text: str) -> None:
+    """Print what may hold texts of models, environments and people: in a terminal within its width, harmless to it."""
+    from flows.runtime.terminal_text import fitted
+
+    print(fitted(visible(text)))
+
+
 def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> tuple[Path, str | None]:
     """Output folder and address of the tracking store: of the configuration, or of `--output`."""
     output = loading.connect_mlflow(settings.output if settings else arguments.output)
@@ -99,7 +106,7 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print(json.dumps({**found.to_json(), "knows_success": knows_success}, indent=1))
     else:
-        print(visible(text_of_diff(found, knows_success=knows_success)))
+        _say(text_of_diff(found, knows_success=knows_success))
     return 0
 
 
@@ -109,7 +116,7 @@ def promote(arguments: argparse.Namespace) -> int:
     loading.connect_mlflow(settings.output)
     from tasks.lifecycle.promotion_by_hand import promote_version
 
-    print(promote_version(settings, arguments.version, arguments.note))
+    _say(promote_version(settings, arguments.version, arguments.note))
     return 0
 
 
@@ -128,7 +135,7 @@ def approve(arguments: argparse.Namespace) -> int:
         return 0
     where = f" --config {shlex.quote(arguments.config)}" if settings else output_option(output)
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
-    print(decide(output, uri, arguments.run, **answer, where=where))
+    _say(decide(output, uri, arguments.run, **answer, where=where))
     return 0
 
 
@@ -145,10 +152,10 @@ def replay(arguments: argparse.Namespace) -> int:
         print(json.dumps(kept_episodes(settings), indent=1))
         return 0
     if arguments.episode is None:
-        print(kept_table(settings))
+        _say(kept_table(settings))
         return 0
     text, is_same = play_again(settings, arguments.episode, trace=arguments.debug)
-    print(text)
+    _say(text)
     return 0 if is_same else 1
 
 
@@ -186,7 +193,10 @@ def compare(arguments: argparse.Namespace) -> int:
     uri = settings.tracking.uri if settings else None
     out = Path(arguments.out) if arguments.out else None
     told = compare_runs(output, uri, arguments.runs, out)
-    print(json.dumps(told, indent=1) if arguments.format == "json" else visible(text_of(told)))
+    if arguments.format == "json":
+        print(json.dumps(told, indent=1))
+    else:
+        _say(text_of(told))
     return 0
 
 
@@ -217,5 +227,8 @@ def gc(arguments: argparse.Namespace) -> int:
 
     output, uri = _store(arguments, settings)
     found = collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes)
-    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
+    if arguments.json:
+        print(json.dumps(found.record(), indent=1))
+    else:
+        _say(found.text())
     return 0
