@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "begin",
+    "check_base_model",
     "check_models",
     "connect_mlflow",
     "load",
@@ -88,6 +89,27 @@ def check_models(settings: PipelineSettings, *names: str | None) -> None:
 
     for name in filter(None, names):
         check_given_model(name, Path(settings.output), settings.tracking.uri)
+
+
+def check_base_model(settings: PipelineSettings) -> None:
+    """Refuse a base model that is not there, before any server starts; after `prepare`.
+
+    Nothing is asked of a folder, which was looked at with the settings, nor once a stage has trained from the model:
+    a run of which everything is cached needs neither the hub nor the store.
+    """
+    name = settings.model.path
+    if name is None or os.path.isdir(os.path.expanduser(name)):
+        return
+    from tasks.pipeline.drift import finished_now
+    from tasks.stage_registry import training_stages
+
+    stages = Path(settings.output).resolve() / settings.name / "stages"
+    if stages.is_dir() and not set(training_stages()).isdisjoint(finished_now(stages, settings)):
+        return
+    try:
+        check_models(settings, name)
+    except SettingsError as error:
+        raise SettingsError(f"model.path: {error}") from None
 
 
 def refuse_bad_rows(settings: PipelineSettings) -> None:

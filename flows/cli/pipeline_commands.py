@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
+    loading.check_base_model(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.cli.page_beside_run import page_beside
     from flows.post_training import run_pipeline
@@ -127,6 +128,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
     loading.refuse_bad_rows(base)
     loading.prepare(base)
+    loading.check_base_model(base)
     from flows.cli.opening import sweep_opening
 
     loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base))
@@ -240,6 +242,7 @@ def profile(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments, ask_servers=True)
     name = _to_profile(arguments.stage, settings)
     loading.prepare(settings)
+    loading.check_base_model(settings)
     quiet = arguments.quiet or arguments.json
     active = settings.stages.active
     loading.begin(settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True)
@@ -268,7 +271,10 @@ def stage(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.check_models(settings, arguments.model)
+    if arguments.model is None:
+        loading.check_base_model(settings)
+    else:
+        loading.check_models(settings, arguments.model)
     from tasks.pipeline.partial_settings import settings_up_to
 
     part = settings_up_to(settings, arguments.name, arguments.model)
@@ -322,6 +328,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def verify_resume(arguments: argparse.Namespace) -> int:
     """Compare a run in one piece with an interrupted one."""
     settings = loading.load(arguments, ask_servers=True)
+    loading.check_base_model(settings)
     from flows.verification.verify import Plan, verify
 
     plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)

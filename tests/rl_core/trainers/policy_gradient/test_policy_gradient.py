@@ -116,6 +116,17 @@ def test_a_signal_ends_the_count_of_iterations_without_one(caplog):
     assert "rewards lie between 0 and 1, but are the same for all rollouts of a prompt" in caplog.text
 
 
+def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
+    for success, rewards, said, unsaid in (
+        (0.99, [0.4, 1.0], "99% of the episodes succeed. These prompts are learned", "Check the reward"),
+        (0.5, [1.0, 1.0], "every rollout has the reward 1. Check the reward", "learned:"),
+        (0.0, [0.0, 0.0], "every rollout has the reward 0. Check the reward", "learned:"),
+    ):
+        caplog.clear()
+        SignalWarning(1).observe({"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards)
+        assert said in caplog.text and unsaid not in caplog.text, success
+
+
 def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
     with pytest.raises(SettingsError, match=r"kl_coef: 0\.5 needs a reference"):
         make_trainer(tokenizer, kl_coef=0.5)
