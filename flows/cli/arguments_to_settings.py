@@ -84,15 +84,16 @@ def begin(
 
 
 def check_models(settings: PipelineSettings, *names: str | None) -> None:
-    """Refuse models of the command line that are not there, before any server starts; after `prepare`."""
+    """Refuse models of the command line that are not there, before anything starts or is written."""
     from flows.cli.given_model import check_given_model
 
+    connect_mlflow(settings.output)  # where `up` runs, its store is asked
     for name in filter(None, names):
         check_given_model(name, Path(settings.output), settings.tracking.uri)
 
 
 def check_base_model(settings: PipelineSettings) -> None:
-    """Refuse a base model that is not there, before any server starts; after `prepare`.
+    """Refuse a base model that is not there, before anything starts or is written.
 
     Nothing is asked of a folder, which was looked at with the settings, nor once a stage has trained from the model:
     a run of which everything is cached needs neither the hub nor the store.

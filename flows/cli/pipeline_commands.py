@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.set = [*arguments.set, f"stages.policy.rollouts.replay_schedule={arguments.replay_schedule}"]
     settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
-    loading.prepare(settings)
     loading.check_base_model(settings)
+    loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.cli.page_beside_run import page_beside
     from flows.post_training import run_pipeline
@@ -127,8 +127,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     base = plan.base()
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
     loading.refuse_bad_rows(base)
-    loading.prepare(base)
     loading.check_base_model(base)
+    loading.prepare(base)
     from flows.cli.opening import sweep_opening
 
     loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base))
@@ -241,8 +241,8 @@ def profile(arguments: argparse.Namespace) -> int:
     """Print the time profile of a stage."""
     settings = loading.load(arguments, ask_servers=True)
     name = _to_profile(arguments.stage, settings)
-    loading.prepare(settings)
     loading.check_base_model(settings)
+    loading.prepare(settings)
     quiet = arguments.quiet or arguments.json
     active = settings.stages.active
     loading.begin(settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True)
@@ -270,11 +270,11 @@ def stage(arguments: argparse.Namespace) -> int:
         missing = stage_registry.no_such_stage(arguments.name, settings.stages.active)
         raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
-    loading.prepare(settings)
     if arguments.model is None:
         loading.check_base_model(settings)
     else:
         loading.check_models(settings, arguments.model)
+    loading.prepare(settings)
     from tasks.pipeline.partial_settings import settings_up_to
 
     part = settings_up_to(settings, arguments.name, arguments.model)

@@ -39,8 +39,8 @@ def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate one model on a configuration's held-out episodes."""
     settings = loading.load(arguments)
-    loading.prepare(settings)
     loading.check_models(settings, arguments.model)
+    loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=True, stages=["evaluate"])
     from flows.cli.model_names import name_of_model
     from flows.single_stage import evaluate_model
@@ -74,8 +74,8 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
-    loading.prepare(settings)
     loading.check_models(settings, *models.values())
+    loading.prepare(settings)
     loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate", "analyze"])
     from flows.single_stage import analyze_models
     from rl_core.storage.single_files import copy_tree
@@ -98,8 +98,8 @@ def diff(arguments: argparse.Namespace) -> int:
     from flows.cli.diff_models import models_to_diff, played_diff, text_of_diff
 
     models = models_to_diff(settings, (arguments.first, arguments.second))
-    loading.prepare(settings)
     loading.check_models(settings, *models.values())
+    loading.prepare(settings)
     quiet = arguments.quiet or arguments.format == "json"
     loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate"])
     found, knows_success = played_diff(settings, models, examples=arguments.episodes, quiet=quiet)

@@ -116,8 +116,8 @@ COMMANDS = {
 def test_a_base_model_that_is_nowhere_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
-    monkeypatch.setattr(arguments_to_settings, "begin", lambda *_, **__: pytest.fail("a server was started"))
+    for name_of_step in ("prepare", "begin"):
+        monkeypatch.setattr(arguments_to_settings, name_of_step, lambda *_, **__: pytest.fail("something was begun"))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
     (tmp_path / "mine.yaml").write_text(MINE)
     command, *more = COMMANDS[name]
