@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,26 +192,35 @@ def validate(arguments: argparse.Namespace) -> int:
             user_code_digests(named_code(settings))  # each is found, none is run
         except SettingsError as error:
             raise SettingsError(f"{arguments.config}: {error}") from error
-    print(
-        f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
-    )
-    print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
-    print(_stages_line(settings.stages.active))
-    print(f"  model     {_model_line(settings)}")
-    for line in data:
-        print(f"  data      {line}")
+    left_out = ", but for code that was not imported" if code and not arguments.import_code else ""
+    lines = [
+        f"{arguments.config}: fine{left_out}",
+        f"  pipeline  {settings.name} (settings {settings_digest(settings)})",
+        f"  stages    {' -> '.join(settings.stages.active)}",
+        f"  model     {_model_line(settings)}",
+        *(f"  data      {line}" for line in data),
+    ]
     if _acts(settings):
-        print(f"  acts in   {settings.environment.name}")
+        lines.append(f"  acts in   {settings.environment.name}")
     if code:
-        print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
-    print(f"  writes to {Path(settings.output).absolute() / settings.name}")
+        lines.append(f"  code      {code} ({'found, not imported: --import-code' if left_out else 'imported'})")
+    lines.append(f"  writes to {Path(settings.output).absolute() / settings.name}")
+    for line in lines:
+        print(_within_terminal(visible(line)))
     return 0
 
 
-def _stages_line(names: Sequence[str]) -> str:
-    """Stages in their order, within the width of the terminal."""
-    width = max(36, shutil.get_terminal_size().columns)
-    return textwrap.fill(f"  stages    {' -> '.join(names)}", width, subsequent_indent=" " * 12)
+def _within_terminal(line: str) -> str:
+    """A line of the summary wrapped between words, where it is too long for the terminal; else whole."""
+    from flows.cli.fitting_table import terminal_columns
+
+    columns = terminal_columns()
+    if columns is None or len(line) <= max(36, columns):
+        return line
+    indent = " " * 12
+    return textwrap.fill(
+        line, max(36, columns), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _model_line(settings: PipelineSettings) -> str:
