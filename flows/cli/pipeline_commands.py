@@ -76,12 +76,11 @@ def data(arguments: argparse.Namespace) -> int:
         renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
         options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
     heldout = Path(arguments.heldout) if arguments.heldout else None
-    print(
-        describe_file(
-            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
-            near=arguments.near, **options,
-        )
+    told = describe_file(
+        Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows, near=arguments.near,
+        **options,
     )  # fmt: skip
+    print(visible(told))
     return 0
 
 
@@ -136,9 +135,9 @@ def sweep(arguments: argparse.Namespace) -> int:
         plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet, ray=arguments.ray,
         resources=_resources(arguments),
     )  # fmt: skip
-    print(result.text)
+    print(visible(result.text))
     if result.pipeline is not None:
-        print(result.pipeline.table())
+        print(visible(result.pipeline.table()))
     return 0 if result.ok else 1
 
 
@@ -168,7 +167,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if result.pipeline is not None:
         print(visible(result.pipeline.table()))
-    print(result.message)
+    print(visible(result.message))
     return 0
 
 
@@ -320,7 +319,7 @@ def resume(arguments: argparse.Namespace) -> int:
     record = find(output, arguments.run)
     settings = settings_of(record, output)
     loading.prepare(settings)
-    print(f"going on with '{record.name}', which is {record.status}", flush=True)
+    print(visible(f"going on with '{record.name}', which is {record.status}"), flush=True)
     loading.begin(settings, quiet=arguments.quiet)
     from flows.post_training import run_pipeline
 

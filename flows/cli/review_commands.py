@@ -216,7 +216,7 @@ def sync(arguments: argparse.Namespace) -> int:
     from flows.cli.sync import sync as deliver
 
     text, good = deliver(*_store(arguments, settings))
-    print(text)
+    _say(text)
     return 0 if good else 1
 
 
