@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -44,10 +44,10 @@ from flows.cli.review_commands import analyze, approve, compare, diff, evaluate,
 from flows.cli.serve_command import serve
 from flows.cli.service_commands import completion, doctor, down, monitor, status, ui, up
 from flows.cli.training_service import service
-from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from flows.runtime.user_code_path import find_own_code
+from flows.runtime.visible import visible
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.storage.single_files import REMEDIES

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
 from flows.runtime.stopping import stop_after
+from flows.runtime.visible import visible
 from rl_core.errors import SettingsError
 from tasks import stage_registry
 

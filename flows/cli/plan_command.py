@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import DataError, SettingsError
 from tasks.own_commands import output_option
 
