@@ -10,12 +10,13 @@ from uuid import uuid4
 import pytest
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
+    PREFECT_API_TLS_INSECURE_SKIP_VERIFY,
     PREFECT_API_URL,
     get_current_settings,
     temporary_settings,
 )
 
-from tasks.pipeline import prefect_artifacts
+from tasks.pipeline import prefect_api, prefect_artifacts
 from tasks.pipeline.result import StageResult
 
 
@@ -52,6 +53,20 @@ def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
         server.shutdown()
     assert made == ["/api/health"]
     assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "skips", "read"), [("http", False, False), ("https", False, True), ("https", True, False)]
+)
+def test_certificates_are_read_only_where_they_are_checked(monkeypatch, scheme, skips, read):
+    """A stage's page is written every three seconds, and reading them takes 50 ms."""
+    asked = []
+    monkeypatch.setattr("socket.create_connection", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("httpx.get", lambda url, *, timeout, verify: asked.append((url, verify)))
+    settings = {PREFECT_API_URL: f"{scheme}://host/api", PREFECT_API_TLS_INSECURE_SKIP_VERIFY: skips}
+    with temporary_settings(settings):
+        prefect_api.check_api(1.0)
+    assert asked == [(f"{scheme}://host/api/health", read)]
 
 
 def test_an_api_that_takes_connections_and_is_silent_is_not_called(made, caplog):
