@@ -124,6 +124,20 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
     assert "**4 steps**" in page and "[MLflow run](http://page/r1)" in page and "| train/loss | 0.5 |" in page
 
 
+def test_a_stage_that_was_stopped_hardly_waits_for_an_update_of_its_page(monkeypatch):
+    """Ten seconds of an update that a busy server keeps would be all that a preempted run has."""
+    waits = []
+    thread = SimpleNamespace(start=lambda: None, join=lambda timeout: waits.append(timeout))
+    monkeypatch.setattr(
+        prefect_artifacts, "threading", SimpleNamespace(Event=threading.Event, Thread=lambda **_: thread)
+    )
+    monkeypatch.setattr(prefect_artifacts, "publish_page", lambda *_, **__: "")
+    run = SimpleNamespace(settings=SimpleNamespace(name="demo"))
+    with pytest.raises(KeyboardInterrupt), prefect_artifacts.stage_artifact(run, "sft"):
+        raise KeyboardInterrupt
+    assert len(waits) == 1 and sum(waits) <= 2.0
+
+
 def test_a_picture_is_in_the_page_unless_it_is_large(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(b"png")
     assert prefect_artifacts.figure(tmp_path / "a.png", "stages") == "![stages](data:image/png;base64,cG5n)"
