@@ -4,7 +4,8 @@
     posttrain down && python docs/tools/page_pictures.py [--output outputs] [--pictures tests/benchmarks/pictures]
 
 Serves the output folder with `posttrain up` and `posttrain monitor` on ports of its own, opens each page at 1,400 px,
-some also at 420 px and dark, and writes PNGs with 128 colours. Needs the extra `monitor`, Pillow and Chromium.
+some also at 420 px and dark, and writes PNGs with 128 colours; of a run that waits for approval the form. Needs the
+extra `monitor`, Pillow and Chromium.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Shot(NamedTuple):
     top: str = ""  # selector of what is scrolled to
     all_sizes: bool = False  # at 1,400 and 420 px, light and dark; Prefect's pages are always dark
     size: str = ""  # of SIZES, where it is taken once; its name ends so
+    press: str = ""  # words of a button that is pressed then
+    opened: str = ""  # as `ready`, for what it opens
 
 
 def main() -> None:
@@ -117,13 +120,24 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
     made = {"artifacts": {"key": {"like_": "-result"}, "flow_run_id": {"any_": [run["id"]]}}}
     artifact = api("/artifacts/filter", made)[0]["id"]
     deployment = api("/deployments/name/post-training/demo")["id"]
+    paused = api("/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}, "limit": 1})
     return {
+        **(approval_form(f"{prefect}/runs/flow-run/{paused[0]['id']}") if paused else {}),
         "prefect_run": Shot(
             f"{prefect}/runs/flow-run/{run['id']}", f"{said(run['name'])} && !!document.querySelector('canvas')"
         ),
         "prefect_result": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95")),
         "prefect_result_phone": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"),
         "prefect_form": Shot(f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")),
+    }
+
+
+def approval_form(page: str) -> dict[str, Shot]:
+    """The form of a flow run that waits for a person, at both sizes."""
+    has_button = "[...document.querySelectorAll('button')].some(e => e.innerText.trim() == 'Resume')"
+    opened = f"{said('Reviewer')} && {said('Decision')}"
+    return {
+        f"prefect_approval{size}": Shot(page, has_button, size=size, press="Resume", opened=opened) for size in SIZES
     }
 
 
@@ -169,6 +183,11 @@ def picture(shot: Shot, size: tuple[int, int], dark: bool, path: Path, first: st
         page.call("Page.navigate", url=shot.url)
         page.wait("!!document.body", 30)
         page.wait(shot.ready, 90)
+        if shot.press:
+            page.run(
+                f"[...document.querySelectorAll('button')].find(e => e.innerText.trim() == {shot.press!r}).click()"
+            )
+            page.wait(shot.opened, 30)
         if shot.top:
             page.run(f"document.querySelector({shot.top!r}).scrollIntoView()")
         page.run("new Promise(done => setTimeout(done, 2500))")

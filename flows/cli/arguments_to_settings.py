@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "begin",
+    "check_base_model",
     "check_models",
     "connect_mlflow",
     "load",
@@ -83,11 +84,33 @@ def begin(
 
 
 def check_models(settings: PipelineSettings, *names: str | None) -> None:
-    """Refuse models of the command line that are not there, before any server starts; after `prepare`."""
+    """Refuse models of the command line that are not there, before anything starts or is written."""
     from flows.cli.given_model import check_given_model
 
+    connect_mlflow(settings.output)  # where `up` runs, its store is asked
     for name in filter(None, names):
         check_given_model(name, Path(settings.output), settings.tracking.uri)
+
+
+def check_base_model(settings: PipelineSettings) -> None:
+    """Refuse a base model that is not there, before anything starts or is written.
+
+    Nothing is asked of a folder, which was looked at with the settings, nor once a stage has trained from the model:
+    a run of which everything is cached needs neither the hub nor the store.
+    """
+    name = settings.model.path
+    if name is None or os.path.isdir(os.path.expanduser(name)):
+        return
+    from tasks.pipeline.drift import finished_now
+    from tasks.stage_registry import training_stages
+
+    stages = Path(settings.output).resolve() / settings.name / "stages"
+    if stages.is_dir() and not set(training_stages()).isdisjoint(finished_now(stages, settings)):
+        return
+    try:
+        check_models(settings, name)
+    except SettingsError as error:
+        raise SettingsError(f"model.path: {error}") from None
 
 
 def refuse_bad_rows(settings: PipelineSettings) -> None:

@@ -119,11 +119,22 @@ def _bash(commands: list[_Command]) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------------- fish
 
 
+_FISH = """\
+set -g __posttrain_paths @PATHS@
+function __posttrain_at
+    set -l name
+    for word in (commandline -opc)[2..-1]
+        contains -- (string trim "$name $word") $__posttrain_paths; and set name (string trim "$name $word")
+    end
+    test "$name" = "$argv"
+end"""
+
+
 def _fish(commands: list[_Command]) -> Iterator[str]:
-    first = [name for command in commands if not command.path for name in command.parts]
-    yield f"set -g __posttrain_commands {' '.join(first)}"
+    paths = " ".join(_quoted(" ".join(command.path)) for command in commands if command.path)
+    yield _FISH.replace("@PATHS@", paths)
     for command in commands:
-        where = _condition(command, commands)
+        where = _quoted(" ".join(("__posttrain_at", *command.path)))
         for name, about in command.parts.items():
             yield f"complete -c posttrain -f -n {where} -a {name} -d {_quoted(about)}"
         for word in command.words:
@@ -133,16 +144,6 @@ def _fish(commands: list[_Command]) -> Iterator[str]:
             known = command.values.get(option)
             more = "" if known is None else f" -x -a {_quoted(' '.join(known))}" if known else " -r"
             yield f"complete -c posttrain -n {where} {form}{more} -d {_quoted(about)}"
-
-
-def _condition(command: _Command, commands: list[_Command]) -> str:
-    """fish's test of whether this command, and none below it, stands on the line."""
-    if not command.path:
-        return "'not __fish_seen_subcommand_from $__posttrain_commands'"
-    tests = [f"__fish_seen_subcommand_from {name}" for name in command.path]
-    if command.parts:
-        tests.append(f"not __fish_seen_subcommand_from {' '.join(command.parts)}")
-    return _quoted("; and ".join(tests))
 
 
 def _quoted(text: str) -> str:

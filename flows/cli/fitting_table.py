@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 
 __all__ = ["fitting_table", "terminal_columns"]
 

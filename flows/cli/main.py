@@ -44,10 +44,10 @@ from flows.cli.review_commands import analyze, approve, compare, diff, evaluate,
 from flows.cli.serve_command import serve
 from flows.cli.service_commands import completion, doctor, down, monitor, status, ui, up
 from flows.cli.training_service import service
-from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from flows.runtime.user_code_path import find_own_code
+from flows.runtime.visible import visible
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.storage.single_files import REMEDIES
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unwind_on_sigterm()
     find_own_code()
     try:
-        with bounded():
+        with bounded(interrupt=arguments.command in _ENDED_BY_CTRL_C):
             code = _run(arguments)
         sys.stdout.flush()
         return code
@@ -179,6 +179,8 @@ _ALL = (
     doctor, verify_resume, completion,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
+# Commands that Ctrl-C ends in bounded time. Servers take the time that clients need; a sweep waits for its trials.
+_ENDED_BY_CTRL_C = ("run", "resume", "retrain", "stage", "profile", "evaluate", "analyze", "diff")
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__.replace("_", "-"): command for command in _ALL
 }

@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
 from flows.runtime.stopping import stop_after
+from flows.runtime.visible import visible
 from rl_core.errors import SettingsError
 from tasks import stage_registry
 
@@ -78,12 +76,11 @@ def data(arguments: argparse.Namespace) -> int:
         renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
         options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
     heldout = Path(arguments.heldout) if arguments.heldout else None
-    print(
-        describe_file(
-            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
-            near=arguments.near, **options,
-        )
+    told = describe_file(
+        Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows, near=arguments.near,
+        **options,
     )  # fmt: skip
+    print(visible(told))
     return 0
 
 
@@ -94,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.set = [*arguments.set, f"stages.policy.rollouts.replay_schedule={arguments.replay_schedule}"]
     settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
+    loading.check_base_model(settings)
     loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
     from flows.cli.page_beside_run import page_beside
@@ -126,6 +124,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     base = plan.base()
     plan = dataclasses.replace(plan, metric=metric_of(arguments.metric, base))
     loading.refuse_bad_rows(base)
+    loading.check_base_model(base)
     loading.prepare(base)
     from flows.cli.opening import sweep_opening
 
@@ -136,9 +135,9 @@ def sweep(arguments: argparse.Namespace) -> int:
         plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet, ray=arguments.ray,
         resources=_resources(arguments),
     )  # fmt: skip
-    print(result.text)
+    print(visible(result.text))
     if result.pipeline is not None:
-        print(result.pipeline.table())
+        print(visible(result.pipeline.table()))
     return 0 if result.ok else 1
 
 
@@ -168,7 +167,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if result.pipeline is not None:
         print(visible(result.pipeline.table()))
-    print(result.message)
+    print(visible(result.message))
     return 0
 
 
@@ -192,26 +191,35 @@ def validate(arguments: argparse.Namespace) -> int:
             user_code_digests(named_code(settings))  # each is found, none is run
         except SettingsError as error:
             raise SettingsError(f"{arguments.config}: {error}") from error
-    print(
-        f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
-    )
-    print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
-    print(_stages_line(settings.stages.active))
-    print(f"  model     {_model_line(settings)}")
-    for line in data:
-        print(f"  data      {line}")
+    left_out = ", but for code that was not imported" if code and not arguments.import_code else ""
+    lines = [
+        f"{arguments.config}: fine{left_out}",
+        f"  pipeline  {settings.name} (settings {settings_digest(settings)})",
+        f"  stages    {' -> '.join(settings.stages.active)}",
+        f"  model     {_model_line(settings)}",
+        *(f"  data      {line}" for line in data),
+    ]
     if _acts(settings):
-        print(f"  acts in   {settings.environment.name}")
+        lines.append(f"  acts in   {settings.environment.name}")
     if code:
-        print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
-    print(f"  writes to {Path(settings.output).absolute() / settings.name}")
+        lines.append(f"  code      {code} ({'found, not imported: --import-code' if left_out else 'imported'})")
+    lines.append(f"  writes to {Path(settings.output).absolute() / settings.name}")
+    for line in lines:
+        print(_within_terminal(visible(line)))
     return 0
 
 
-def _stages_line(names: Sequence[str]) -> str:
-    """Stages in their order, within the width of the terminal."""
-    width = max(36, shutil.get_terminal_size().columns)
-    return textwrap.fill(f"  stages    {' -> '.join(names)}", width, subsequent_indent=" " * 12)
+def _within_terminal(line: str) -> str:
+    """A line of the summary wrapped between words, where it is too long for the terminal; else whole."""
+    from flows.cli.fitting_table import terminal_columns
+
+    columns = terminal_columns()
+    if columns is None or len(line) <= max(36, columns):
+        return line
+    indent = " " * 12
+    return textwrap.fill(
+        line, max(36, columns), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _model_line(settings: PipelineSettings) -> str:
@@ -239,6 +247,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Print the time profile of a stage."""
     settings = loading.load(arguments, ask_servers=True)
     name = _to_profile(arguments.stage, settings)
+    loading.check_base_model(settings)
     loading.prepare(settings)
     quiet = arguments.quiet or arguments.json
     active = settings.stages.active
@@ -267,8 +276,11 @@ def stage(arguments: argparse.Namespace) -> int:
         missing = stage_registry.no_such_stage(arguments.name, settings.stages.active)
         raise SettingsError(f"{arguments.config}: {missing}")
     loading.refuse_bad_rows(settings)
+    if arguments.model is None:
+        loading.check_base_model(settings)
+    else:
+        loading.check_models(settings, arguments.model)
     loading.prepare(settings)
-    loading.check_models(settings, arguments.model)
     from tasks.pipeline.partial_settings import settings_up_to
 
     part = settings_up_to(settings, arguments.name, arguments.model)
@@ -307,7 +319,7 @@ def resume(arguments: argparse.Namespace) -> int:
     record = find(output, arguments.run)
     settings = settings_of(record, output)
     loading.prepare(settings)
-    print(f"going on with '{record.name}', which is {record.status}", flush=True)
+    print(visible(f"going on with '{record.name}', which is {record.status}"), flush=True)
     loading.begin(settings, quiet=arguments.quiet)
     from flows.post_training import run_pipeline
 
@@ -322,6 +334,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def verify_resume(arguments: argparse.Namespace) -> int:
     """Compare a run in one piece with an interrupted one."""
     settings = loading.load(arguments, ask_servers=True)
+    loading.check_base_model(settings)
     from flows.verification.verify import Plan, verify
 
     plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
 
@@ -46,6 +46,7 @@ def _resources(arguments: argparse.Namespace) -> int:
     if gpus is not None:  # the plan is for another machine than this one, which may have no GPU
         arguments.set = [*arguments.set, "model.device=auto"]
     settings = loading.load(arguments, import_code=False)
+    _refuse_unknown_model(settings)
     target = target_machine(machine) if gpus is None else gpus
     lengths = Lengths(arguments.row_tokens, arguments.prompt_tokens, arguments.completion_tokens, arguments.rows)
 
@@ -64,6 +65,15 @@ def _resources(arguments: argparse.Namespace) -> int:
     else:
         print(fitted(visible(plan_text(found, target, changes))))
     return 0
+
+
+def _refuse_unknown_model(settings: PipelineSettings) -> None:
+    """Refuse a model whose config cannot be read, before this machine is measured and libraries are imported."""
+    if (settings.model.path or "").startswith("models:"):
+        raise SettingsError(
+            f"model.path: {settings.model.path} is in the registry; name its folder with --set model.path=..."
+        )
+    loading.check_base_model(settings)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
-from flows.cli.visible import visible
+from flows.runtime.visible import visible
 from rl_core.errors import DataError, SettingsError
 from tasks.own_commands import output_option
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
 __all__ = ["analyze", "approve", "compare", "diff", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+
+
+def _say(text: str) -> None:
+    """Print what may hold texts of models, environments and people: in a terminal within its width, harmless to it."""
+    from flows.runtime.terminal_text import fitted
+
+    print(fitted(visible(text)))
 
 
 def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> tuple[Path, str | None]:
@@ -32,8 +39,8 @@ def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate one model on a configuration's held-out episodes."""
     settings = loading.load(arguments)
-    loading.prepare(settings)
     loading.check_models(settings, arguments.model)
+    loading.prepare(settings)
     loading.begin(settings, quiet=arguments.quiet, fresh=True, stages=["evaluate"])
     from flows.cli.model_names import name_of_model
     from flows.single_stage import evaluate_model
@@ -67,8 +74,8 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
-    loading.prepare(settings)
     loading.check_models(settings, *models.values())
+    loading.prepare(settings)
     loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate", "analyze"])
     from flows.single_stage import analyze_models
     from rl_core.storage.single_files import copy_tree
@@ -91,15 +98,15 @@ def diff(arguments: argparse.Namespace) -> int:
     from flows.cli.diff_models import models_to_diff, played_diff, text_of_diff
 
     models = models_to_diff(settings, (arguments.first, arguments.second))
-    loading.prepare(settings)
     loading.check_models(settings, *models.values())
+    loading.prepare(settings)
     quiet = arguments.quiet or arguments.format == "json"
     loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate"])
     found, knows_success = played_diff(settings, models, examples=arguments.episodes, quiet=quiet)
     if arguments.format == "json":
         print(json.dumps({**found.to_json(), "knows_success": knows_success}, indent=1))
     else:
-        print(visible(text_of_diff(found, knows_success=knows_success)))
+        _say(text_of_diff(found, knows_success=knows_success))
     return 0
 
 
@@ -109,7 +116,7 @@ def promote(arguments: argparse.Namespace) -> int:
     loading.connect_mlflow(settings.output)
     from tasks.lifecycle.promotion_by_hand import promote_version
 
-    print(promote_version(settings, arguments.version, arguments.note))
+    _say(promote_version(settings, arguments.version, arguments.note))
     return 0
 
 
@@ -128,7 +135,7 @@ def approve(arguments: argparse.Namespace) -> int:
         return 0
     where = f" --config {shlex.quote(arguments.config)}" if settings else output_option(output)
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
-    print(decide(output, uri, arguments.run, **answer, where=where))
+    _say(decide(output, uri, arguments.run, **answer, where=where))
     return 0
 
 
@@ -145,10 +152,10 @@ def replay(arguments: argparse.Namespace) -> int:
         print(json.dumps(kept_episodes(settings), indent=1))
         return 0
     if arguments.episode is None:
-        print(kept_table(settings))
+        _say(kept_table(settings))
         return 0
     text, is_same = play_again(settings, arguments.episode, trace=arguments.debug)
-    print(text)
+    _say(text)
     return 0 if is_same else 1
 
 
@@ -186,7 +193,10 @@ def compare(arguments: argparse.Namespace) -> int:
     uri = settings.tracking.uri if settings else None
     out = Path(arguments.out) if arguments.out else None
     told = compare_runs(output, uri, arguments.runs, out)
-    print(json.dumps(told, indent=1) if arguments.format == "json" else visible(text_of(told)))
+    if arguments.format == "json":
+        print(json.dumps(told, indent=1))
+    else:
+        _say(text_of(told))
     return 0
 
 
@@ -206,7 +216,7 @@ def sync(arguments: argparse.Namespace) -> int:
     from flows.cli.sync import sync as deliver
 
     text, good = deliver(*_store(arguments, settings))
-    print(text)
+    _say(text)
     return 0 if good else 1
 
 
@@ -217,5 +227,8 @@ def gc(arguments: argparse.Namespace) -> int:
 
     output, uri = _store(arguments, settings)
     found = collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes)
-    print(json.dumps(found.record(), indent=1) if arguments.json else found.text())
+    if arguments.json:
+        print(json.dumps(found.record(), indent=1))
+    else:
+        _say(found.text())
     return 0

@@ -66,7 +66,7 @@ def _table(
 
 def _cell(value: object) -> str:
     """A cell on one line; paths are what clients sent."""
-    from flows.cli.visible import visible
+    from flows.runtime.visible import visible
 
     return visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
@@ -152,7 +152,7 @@ def _audit(store: ServiceStore, arguments: argparse.Namespace) -> int:
 
 
 def _logs(settings: ServiceSettings, arguments: argparse.Namespace) -> int:
-    from flows.cli.visible import visible
+    from flows.runtime.visible import visible
     from flows.service.supervising import log_of
 
     for name in [arguments.process] if arguments.process else ["server", "worker"]:

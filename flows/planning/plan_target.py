@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flows.planning.own_process import own_process_bytes
 from rl_core.machine_memory import machine_memory
 from rl_core.resources.gpus import Gpu, parse_gpus
-from rl_core.resources.machine_calibration import process_bytes
 from rl_core.resources.stage_memory import Placement
 from rl_core.resources.stage_time import StageTime, time_on_gpu, time_on_machine
 from rl_core.resources.stage_work import StageWork
@@ -52,12 +52,12 @@ def target_gpus(text: str) -> Target:
 
 
 def target_machine(machine: MachineSettings | None) -> Target:
-    """A calibrated machine; None = this one, whose memory is measured by a process of its own, and no speeds.
+    """A calibrated machine; None = this one, without speeds; a process of its own measures memory, once.
 
     Raises: BackendError where that process fails.
     """
     if machine is None:
-        return Target("this machine", "cpu", machine_memory(), process_bytes())
+        return Target("this machine", "cpu", machine_memory(), own_process_bytes())
     runtime = machine.library_bytes + machine.pipeline_bytes
     name = f"{machine.name}, {machine.threads} threads"
     return Target(name, "cpu", machine.memory_bytes, runtime, machine=machine)

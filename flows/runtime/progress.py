@@ -14,6 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from flows.runtime.time_left import TimeLeft
+from flows.runtime.visible import visible
 
 __all__ = ["Display"]
 
@@ -35,9 +36,10 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         if record.levelno >= logging.WARNING:
-            self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", highlight=False, markup=False)
+            text = visible(f"{record.levelname.lower()}: {record.getMessage()}")
+            self.console.print(text, highlight=False, markup=False)
         elif getattr(record, "for_people", False):
-            self.console.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
+            self.console.print(visible(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
 class _Count(MofNCompleteColumn):
@@ -146,7 +148,7 @@ class Display:
 
     def announce(self, text: str) -> None:
         """Print important text, in quiet runs too, as unwrapped lines."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _span(seconds: float) -> str:

@@ -1,9 +1,13 @@
-"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C, in bounded time."""
+"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C, in bounded time.
+
+So is the time after Ctrl-C, once the iteration that it waits for has ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,12 +17,16 @@ from typing import NoReturn
 
 __all__ = ["Terminated", "asked", "bounded", "last_words", "stop_after", "unbounded", "unwind_on_sigterm"]
 
-# Set by the first SIGTERM. Its exception may be swallowed by a destructor, a callback from C or a bare `except`, all
-# frequent in imports; then the next stage, or the next iteration of a loop, stops.
+# Set by the first SIGTERM, and by Ctrl-C within `bounded(interrupt=True)`. Its exception may be swallowed by a
+# destructor, a callback from C or a bare `except`, all frequent in imports; then the next stage, or the next iteration
+# of a loop, stops.
 asked = threading.Event()
 
-LAST_SECONDS = 7.0  # after SIGTERM; what has not unwound by then (a long call into C, a server that hangs) is left
+LAST_SECONDS = (
+    7.0  # after such a signal; what has not unwound by then (a long call into C, a server that hangs) is left
+)
 WORDS_SECONDS = 1.0  # for noting that the run was stopped
+LOOK_SECONDS = 0.1  # between two looks at a training loop that finishes its iteration
 
 _words: list[Callable[[], None]] = []
 
@@ -62,11 +70,14 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bounded(seconds: float | None = None, code: int = 128 + signal.SIGTERM) -> Iterator[None]:
+def bounded(
+    seconds: float | None = None, code: int = 128 + signal.SIGTERM, *, interrupt: bool = False
+) -> Iterator[None]:
     """End this process `seconds` after a SIGTERM that arrives within the block, whatever then still runs.
 
     Args:
-        seconds: None = LAST_SECONDS. code: exit code of a process that is ended so.
+        seconds: None = LAST_SECONDS. code: exit code of a process that is ended so by SIGTERM.
+        interrupt: do so after Ctrl-C as well, once no training loop has it wait for its iteration any more.
 
     A thread learns of the signal from the file that the interpreter's own handler writes to: also while the main thread
     is in C, and whoever handles the signal there (Prefect does within a flow, the training loop within training).
@@ -77,7 +88,7 @@ def bounded(seconds: float | None = None, code: int = 128 + signal.SIGTERM) -> I
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read, seconds, code), name="stop", daemon=True).start()
+    threading.Thread(target=_watch, args=(read, seconds, code, interrupt), name="stop", daemon=True).start()
     try:
         yield
     finally:
@@ -96,17 +107,41 @@ def unbounded() -> Iterator[None]:
         signal.set_wakeup_fd(before)
 
 
-def _watch(read: int, seconds: float | None, code: int) -> None:
-    while signal.SIGTERM not in (seen := os.read(read, 64)):
-        if not seen:
-            os.close(read)
-            return
+def _watch(read: int, seconds: float | None, code: int, interrupt: bool) -> None:
+    signum = _awaited(read, interrupt)
+    if signum is None:
+        os.close(read)
+        return
     asked.set()
     threading.Event().wait(LAST_SECONDS if seconds is None else seconds)
     for say in list(_words):
         thread = threading.Thread(target=say, daemon=True)
         thread.start()
         thread.join(WORDS_SECONDS)
-    print("posttrain: stopped by SIGTERM; the same command resumes from the last checkpoint", file=sys.stderr)
+    how = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+    print(f"posttrain: stopped by {how}; the same command resumes from the last checkpoint", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code if signum == signal.SIGTERM else 128 + signum)
+
+
+def _awaited(read: int, interrupt: bool) -> int | None:
+    """The signal that ends the process in bounded time; None = the block is over without one."""
+    interrupted = False
+    while True:
+        if interrupted and not _has_loop_to_finish():
+            return signal.SIGINT
+        if interrupted and not select.select([read], [], [], LOOK_SECONDS)[0]:
+            continue
+        seen = os.read(read, 64)
+        if signal.SIGTERM in seen:
+            return signal.SIGTERM
+        if not seen:
+            return signal.SIGINT if interrupted else None
+        interrupted = interrupted or (interrupt and signal.SIGINT in seen)
+
+
+def _has_loop_to_finish() -> bool:
+    """True = a training loop handles Ctrl-C: it saves and stops after its iteration, however long that takes."""
+    signals = sys.modules.get("rl_core.training.signals")  # a loop can only run where it is imported
+    handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return signals is not None and isinstance(handler, signals.StopRequests)

@@ -65,7 +65,7 @@ def _drawn(environment: Environment, level: str, share: int, seed: int, draw: in
         if len(picked) < share:
             raise DataError(
                 f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
-                "not used before"
+                f"not used before: {len(picked)} whose question is new are left"
             )
         seen.update(picked)
     return picked

@@ -31,6 +31,7 @@ __all__ = ["figure", "publish_page", "stage_artifact"]
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 3.0  # between updates of a stage's page; each is a call of the Prefect API
+LAST_CALL_SECONDS = 1.0  # for an update under way when a stage was stopped, which has few seconds
 MAX_DESCRIPTION = 250
 MAX_FIGURE_BYTES = 300_000  # a page with a larger picture would be slow to list
 
@@ -58,7 +59,9 @@ def stage_artifact(pipeline_run: PipelineRun, name: str) -> Iterator[Callable[[S
         yield finish
     finally:
         ended.set()
-        thread.join(timeout=10)
+        thread.join(
+            timeout=LAST_CALL_SECONDS
+        )  # `finish` has waited; a stage that was stopped or failed waits no longer
 
 
 def _report_progress(pipeline_run: PipelineRun, title: str, identity: str, ended: threading.Event) -> None:

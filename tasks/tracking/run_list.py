@@ -246,6 +246,10 @@ def find_run(rows: Sequence[RunRow], name: str) -> RunRow:
     same = same or [row for row in wholes if len(name) >= 6 and row.run_id.startswith(name)]
     same = same or [row for row in wholes if row.tags.get("pipeline") == name and row.tags.get("kind") == "pipeline"]
     if not same:
+        if part := next((row for row in rows if name in (row.name, row.run_id)), None):
+            is_sweep = part.tags.get("kind") == "sweep"
+            whole = "a sweep; name its trials" if is_sweep else "a part of a run; name the whole run"
+            raise DataError(f"'{name}' is {whole} (posttrain runs)")
         names = sorted({row.name for row in wholes})
         raise DataError(f"no run '{name}'; {nearest(name, names) if names else 'there are none'} (posttrain runs)")
     return same[0]

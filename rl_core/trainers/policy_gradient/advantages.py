@@ -152,6 +152,17 @@ def advantage_metrics(
     }
 
 
+LEARNED = 0.9  # share of successes from which equal rewards mean that the prompts are learned, not that rewards fail
+_HARDER = (
+    "These prompts are learned: go on with harder ones (levels, a curriculum), or end the stage earlier "
+    "(iterations; eval_every with patience)"
+)
+_CHECK = (
+    "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial credit, or a "
+    "larger group_size"
+)
+
+
 class SignalWarning:
     """One warning when iteration after iteration no advantage differs from 0, so that nothing is learned.
 
@@ -164,7 +175,10 @@ class SignalWarning:
         self._silent = 0
 
     def observe(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
-        """Count one iteration, whose metrics are those of `advantage_metrics` and whose rollouts had these rewards."""
+        """Count one iteration, whose rollouts had these rewards.
+
+        metrics: those of `advantage_metrics`, and `train/success_rate` where the environment knows success.
+        """
         if metrics.get("train/zero_advantage_rate", 1.0) < 1:  # absent: every group was dropped
             self._silent = 0
             return
@@ -176,8 +190,12 @@ class SignalWarning:
                 if lowest == highest
                 else (f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt")
             )
+            success = metrics.get("train/success_rate", 0.0)
+            if success >= LEARNED:
+                every, advice = f"{success:.0%} of the episodes succeed", _HARDER
+            else:
+                advice = _CHECK
             logger.warning(
-                "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. "
-                "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial "
-                "credit, or a larger group_size", self._iterations, every,
+                "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. %s",
+                self._iterations, every, advice,
             )  # fmt: skip

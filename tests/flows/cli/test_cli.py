@@ -197,6 +197,19 @@ def test_validate(config, capsys):
     assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
 
 
+def test_what_validate_says_fits_into_80_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["init", "first_task"]) == 0 and cli.main(["validate", "first_task/config.yaml"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert all(len(line) <= 80 for line in lines if " " in line.strip().removeprefix("writes to ")), out
+    assert "first_task.reward:brevity (found, not imported: --import-code)" in " ".join(out.split())
+    monkeypatch.delenv("COLUMNS")
+    assert cli.main(["validate", "first_task/config.yaml"]) == 0
+    assert any(len(line) > 80 for line in capsys.readouterr().out.splitlines())  # whole in a pipe
+
+
 def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
     with open(config, "a") as file:
         file.write("  reward_model: {}\n")

@@ -1,7 +1,10 @@
 """Settings that differ between runs, also of different pipelines."""
 
+import pytest
+
 from flows.cli.compare_runs import settings_that_differ
-from tasks.tracking import RunRow
+from rl_core.errors import DataError
+from tasks.tracking import RunRow, find_run
 
 
 def run(number, pipeline, **params):
@@ -16,3 +19,18 @@ def test_runs_of_different_pipelines_are_compared_with_each_other():
     ]
     assert settings_that_differ(rows) == {"1": {"epochs": "3"}, "2": {"epochs": "4"}, "3": {"epochs": "4"}}
     assert rows[0].tags == {"pipeline": "one"}
+
+
+def test_a_sweep_and_a_stage_are_no_unknown_runs():
+    kinds = [
+        ("1", "demo", {"kind": "pipeline"}),
+        ("2", "demo · sweep", {"kind": "sweep"}),
+        ("3", "sft", {"stage": "sft"}),
+    ]
+    rows = [RunRow(key, name, "FINISHED", 0.0, 1.0, None, "", tags, {}, {}) for key, name, tags in kinds]
+    assert find_run(rows, "demo") is rows[0]
+    for name, said in (("2", "'2' is a sweep; name its trials"), ("sft", "is a part of a run; name the whole run")):
+        with pytest.raises(DataError, match=said):
+            find_run(rows, name)
+    with pytest.raises(DataError, match="no run 'dmo'; did you mean 'demo'"):
+        find_run(rows, "dmo")

@@ -26,6 +26,9 @@ LINES = {
     "posttrain online worker ": ({"online"}, {"demo"}),
     "posttrain online worker --": ({"--set"}, {"--heartbeat"}),
     "posttrain service key ": ({"create", "list", "revoke"}, {"up"}),
+    "posttrain service up --": ({"--set"}, {"--database", "--detach"}),  # `up` is a command of its own, too
+    "posttrain up --": ({"--database", "--detach"}, {"--set"}),
+    "posttrain stage evaluate --": ({"--model", "--fresh"}, {"--config"}),  # the stage, not the command
 }
 
 

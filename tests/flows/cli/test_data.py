@@ -94,3 +94,11 @@ def test_rows_of_no_format_are_told_with_the_line_that_mends_them(tmp_path):
     with pytest.raises(DataError, match="none is left") as error:
         describe_file(path)
     assert "jq -c '{prompt: .question, completion: .answer}'" in str(error.value)
+
+
+def test_rows_cannot_move_the_cursor_of_the_terminal(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a \x1b[2J b", "completion": "c\x1b]0;x\x07"}) + "\n")
+    assert main(["data", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "a \\x1b[2J b" in out and "c\\x1b]0;x\\x07" in out and "\x1b" not in out

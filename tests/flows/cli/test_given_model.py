@@ -1,9 +1,13 @@
 """A model that a command names is looked up before anything starts."""
 
 import pytest
+import yaml
 
+from flows.cli import arguments_to_settings
 from flows.cli.given_model import check_given_model
+from flows.cli.main import main
 from rl_core.errors import SettingsError
+from tasks.config import from_dict
 from tasks.tracking import Registry, Tracking
 
 
@@ -99,3 +103,38 @@ def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
     monkeypatch.setattr(Registry, "find", lambda _, name: asked.append(name))
     check_given_model("models:/demo@champion", tmp_path, None)
     assert asked == ["models:/demo@champion"]
+
+
+MINE = "name: mine\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n  sft: {}\n  evaluate: {}\n"
+COMMANDS = {
+    "run": ["run"], "stage": ["stage", "sft"], "sweep": ["sweep", "--seeds", "2"], "profile": ["profile"],
+    "verify-resume": ["verify-resume"], "plan": ["plan"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_base_model_that_is_nowhere_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name_of_step in ("prepare", "begin"):
+        monkeypatch.setattr(arguments_to_settings, name_of_step, lambda *_, **__: pytest.fail("something was begun"))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    (tmp_path / "mine.yaml").write_text(MINE)
+    command, *more = COMMANDS[name]
+    config = [*more, "mine.yaml"] if command == "stage" else ["mine.yaml", *more]
+    assert main([command, *config]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("posttrain: model.path: nobody/nothing-at-all: there is no such folder, and no copy of")
+    assert said.count("\n") == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
+
+
+def test_a_base_model_is_not_asked_for_once_a_stage_has_learned_from_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(arguments_to_settings, "check_models", lambda settings, *names: asked.extend(names))
+    settings = from_dict({**yaml.safe_load(MINE), "output": str(tmp_path)}, check_files=False, import_code=False)
+    (tmp_path / "mine" / "stages").mkdir(parents=True)
+    for finished, expected in ((["prepare_data"], ["nobody/nothing-at-all"]), (["prepare_data", "sft"], [])):
+        monkeypatch.setattr("tasks.pipeline.drift.finished_now", lambda *_, finished=finished: finished)
+        asked.clear()
+        arguments_to_settings.check_base_model(settings)
+        assert asked == expected, finished

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
+
+from flows.cli import main as cli
 
 STAND_IN = """
 import os, resource, sys
@@ -111,3 +114,24 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_texts_of_models_and_environments_fit_a_terminal_and_are_harmless_to_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    text = "it failed: \x1b[2J" + " word" * 40
+    monkeypatch.setattr("flows.cli.replay.recorded_settings", lambda output: None)
+    monkeypatch.setattr("flows.cli.replay.kept_table", lambda settings: text)
+    monkeypatch.setattr("flows.cli.replay.replay", lambda *_, **__: (text, True))
+    monkeypatch.setattr("flows.cli.gc.collect", lambda *_, **__: SimpleNamespace(text=lambda: text))
+    monkeypatch.setattr("flows.cli.approve.decide", lambda *_, **__: text)
+    monkeypatch.setattr("flows.cli.compare_runs.compare", lambda *_: {})
+    monkeypatch.setattr("flows.cli.compare_runs.text_of", lambda told: text)
+    for command in (["replay"], ["replay", "policy/1/easy/2/0"], ["gc"], ["approve", "demo"], ["compare", "a", "b"]):
+        assert cli.main(command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "\\x1b[2J" in lines[0] and "\x1b" not in "".join(lines), command
+        assert max(map(len, lines)) <= 60 and len(lines) > 3, command

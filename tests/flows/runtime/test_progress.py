@@ -112,3 +112,14 @@ def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(caps
     told = capsys.readouterr()
     said, silent = (told.err, told.out) if quiet else (told.out, told.err)
     assert said.splitlines() == ["policy runs anew", "warning: slow", "approve it"] and silent == ""
+
+
+def test_texts_of_environments_and_models_cannot_move_the_cursor():
+    out = io.StringIO()
+    with Display(console=Console(file=out, width=80)) as display:
+        logging.getLogger("rl_core").warning("the environment said \x1b[2J")
+        logging.getLogger("tasks").info("for people \x1b]0;x\x07", extra={"for_people": True})
+        display.announce("asked \x1b[1A")
+    said = out.getvalue()
+    assert "\x1b" not in said and "\x07" not in said
+    assert all(text in said for text in ("said \\x1b[2J", "people \\x1b]0;x\\x07", "asked \\x1b[1A"))

@@ -1,4 +1,4 @@
-"""A process that does not unwind after SIGTERM: ended in bounded time, its last words said."""
+"""A process that does not unwind after SIGTERM or Ctrl-C: ended in bounded time, its last words said."""
 
 import subprocess
 import sys
@@ -29,3 +29,47 @@ def test_what_does_not_stop_is_ended(tmp_path, how, code):
     assert ("stopped by SIGTERM" in done.stderr) is (how != "end")
     assert (tmp_path / "words").exists() is (how != "end")
     assert how == "end" or (tmp_path / "words").read_text() == "stopped True"
+
+
+INTERRUPTED = """
+import os, pathlib, signal, sys, time
+from flows.runtime import stopping
+from rl_core.training.signals import StopRequests
+stopping.LAST_SECONDS = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run in the background
+path, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+def ignored():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    except KeyboardInterrupt:  # as by a bare `except`, or a server that answers nothing
+        pass
+
+with stopping.bounded(interrupt=how != "off"), stopping.last_words(lambda: path.write_text("stopped")):
+    if how == "loop":
+        with StopRequests() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.5)  # an iteration, longer than the bound
+            print("iteration over", stop.signum, stopping.asked.is_set(), flush=True)
+    elif how != "end":
+        ignored()
+    if how not in ("end", "off"):
+        time.sleep(60)
+print("ended by itself")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("hang", 130, ""), ("loop", 130, "iteration over 2 False\n"), ("end", 0, "ended by itself\n"),
+        ("off", 0, "ended by itself\n"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_is_bounded_from_the_end_of_the_iteration(tmp_path, how, code, said):
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "words"), how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (code, said), done.stderr
+    assert ("stopped by Ctrl-C; the same command resumes" in done.stderr) is (code == 130)
+    assert (tmp_path / "words").exists() is (code == 130)

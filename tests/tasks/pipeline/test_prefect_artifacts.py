@@ -10,12 +10,13 @@ from uuid import uuid4
 import pytest
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
+    PREFECT_API_TLS_INSECURE_SKIP_VERIFY,
     PREFECT_API_URL,
     get_current_settings,
     temporary_settings,
 )
 
-from tasks.pipeline import prefect_artifacts
+from tasks.pipeline import prefect_api, prefect_artifacts
 from tasks.pipeline.result import StageResult
 
 
@@ -52,6 +53,20 @@ def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
         server.shutdown()
     assert made == ["/api/health"]
     assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "skips", "read"), [("http", False, False), ("https", False, True), ("https", True, False)]
+)
+def test_certificates_are_read_only_where_they_are_checked(monkeypatch, scheme, skips, read):
+    """A stage's page is written every three seconds, and reading them takes 50 ms."""
+    asked = []
+    monkeypatch.setattr("socket.create_connection", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("httpx.get", lambda url, *, timeout, verify: asked.append((url, verify)))
+    settings = {PREFECT_API_URL: f"{scheme}://host/api", PREFECT_API_TLS_INSECURE_SKIP_VERIFY: skips}
+    with temporary_settings(settings):
+        prefect_api.check_api(1.0)
+    assert asked == [(f"{scheme}://host/api/health", read)]
 
 
 def test_an_api_that_takes_connections_and_is_silent_is_not_called(made, caplog):
@@ -107,6 +122,20 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
     which, page, description, _ = told[-1]
     assert which == identity and description == "4 steps" and len(told) == 2
     assert "**4 steps**" in page and "[MLflow run](http://page/r1)" in page and "| train/loss | 0.5 |" in page
+
+
+def test_a_stage_that_was_stopped_hardly_waits_for_an_update_of_its_page(monkeypatch):
+    """Ten seconds of an update that a busy server keeps would be all that a preempted run has."""
+    waits = []
+    thread = SimpleNamespace(start=lambda: None, join=lambda timeout: waits.append(timeout))
+    monkeypatch.setattr(
+        prefect_artifacts, "threading", SimpleNamespace(Event=threading.Event, Thread=lambda **_: thread)
+    )
+    monkeypatch.setattr(prefect_artifacts, "publish_page", lambda *_, **__: "")
+    run = SimpleNamespace(settings=SimpleNamespace(name="demo"))
+    with pytest.raises(KeyboardInterrupt), prefect_artifacts.stage_artifact(run, "sft"):
+        raise KeyboardInterrupt
+    assert len(waits) == 1 and sum(waits) <= 2.0
 
 
 def test_a_picture_is_in_the_page_unless_it_is_large(tmp_path, monkeypatch):

@@ -288,6 +288,32 @@ def test_another_store_gets_the_whole_run(tmp_path):
     again.kill()
 
 
+def test_a_run_of_the_same_number_in_another_database_is_left_alone(tmp_path):
+    """Another address: the marks of the experiments decide, not that a run of this number is known there."""
+    for number, (here, there, is_same) in enumerate(
+        [("a", "b", False), ("", "", False), ("", "a", False), ("a", "a", True)]
+    ):
+        folder = tmp_path / str(number)
+        first, other = FakeStore(), FakeStore()
+        first.identity, other.identity, other.store = here, there, "another address"
+        run = Run(folder, first)
+        run.log(0, loss=1.0)
+        run.shipper.ship()
+        run.kill()
+        other.runs["run0"] = {"metrics": set(), "sent": 0, "events": []}
+        again = Run(folder, other)
+        again.log(1, loss=2.0)
+        again.shipper.ship()
+        again.kill()
+        if is_same:
+            assert set(stored(other)) == {("loss", 1)} and list(other.runs) == ["run0"]
+        else:
+            assert other.runs["run0"] == {"metrics": set(), "sent": 0, "events": []}, (here, there)
+            assert set(stored(other, "run1")) == {("loss", 0), ("loss", 1)}, (here, there)
+        state = DeliveryCursor.load(folder)
+        assert (state.store, state.identity) == ("another address", there)
+
+
 def test_close_is_bounded_and_the_thread_ends(tmp_path):
     store = FakeStore()
     store.down = True

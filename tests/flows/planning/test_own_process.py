@@ -1,0 +1,43 @@
+"""Memory of a process: measured once, kept, and measured again where what is kept is of no use."""
+
+import pytest
+
+from flows.planning import own_process
+from flows.planning.plan_target import target_machine
+from rl_core.resources import machine_calibration
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Calls of the measurement, which finds 300 MB and one more each time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def process_bytes():
+        calls.append(1)
+        return 300_000_000 + len(calls)
+
+    monkeypatch.setattr(machine_calibration, "process_bytes", process_bytes)
+    return calls
+
+
+def test_a_process_is_measured_once_for_its_versions(measured, monkeypatch):
+    assert [target_machine(None).runtime_bytes for _ in range(3)] == [300_000_001] * 3 and len(measured) == 1
+    monkeypatch.setattr(own_process, "version", lambda name: "9")
+    assert own_process.own_process_bytes() == 300_000_002
+    monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
+    assert own_process.own_process_bytes() == 300_000_003
+
+
+@pytest.mark.parametrize("damaged", ["", "12", "many\n", "-5"])
+def test_what_is_damaged_is_measured_again(measured, tmp_path, damaged):
+    own_process.own_process_bytes()
+    (kept,) = (tmp_path / "posttrain" / "plan").iterdir()
+    kept.write_text(damaged)
+    assert own_process.own_process_bytes() == 300_000_002 == int(kept.read_text())
+
+
+def test_without_a_cache_it_is_measured_each_time(measured, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [own_process.own_process_bytes() for _ in range(2)] == [300_000_001, 300_000_002]
