@@ -60,10 +60,7 @@ class RatingRoom:
         seed: int = 0,
         posterior: RewardPosterior | None = None,
     ) -> None:
-        """Args:
-            folder: of the journal and the data file; locked by the caller.
-            items: those that fit `settings.ask` are rated.
-        """
+        """`folder`: of the journal and the data file; locked by the caller. Of the items, those that fit are rated."""
         self.folder, self.items, self.settings = folder, fitting_items(items, settings), settings
         self.journal = RatingJournal(folder / FILES[settings.ask][0])
         self.order = QuestionOrder(

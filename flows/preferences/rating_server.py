@@ -1,7 +1,6 @@
 """`posttrain prefer`: the items, the page's server, and its end.
 
-<output>/<pipeline>/preferences/    items.jsonl, token; journal and data file: ratings.jsonl and preferences.jsonl of pairs,
-                                    score_ratings.jsonl and scores.jsonl, thumb_ratings.jsonl and thumbs.jsonl
+<output>/<pipeline>/preferences/    items.jsonl, token, and journal and data file of each kind of question (`FILES`)
 """
 
 from __future__ import annotations

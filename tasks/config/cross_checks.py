@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_core.curriculum.watched_metrics import TOOL_SHARE, unknown_tool
 from rl_core.errors import PosttrainError, SettingsError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.sinks import check_installed
 from tasks.config.code_checks import code_problems
-from tasks.config.curriculum_checks import POLICY, curriculum_problems
+from tasks.config.curriculum_checks import POLICY, curriculum_problems, watched_keys
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems
 from tasks.config.network_checks import STAGE as NETWORK
@@ -198,6 +199,9 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
         return
     yield from _columns(settings, environment.columns, import_code)
     policy = settings.stages.policy
+    for key, metric in watched_keys(policy):
+        if problem := unknown_tool(metric, environment.tools.tools if metric.startswith(TOOL_SHARE) else ()):
+            yield _finding((*key, "metric"), problem, ("environment",))
     if policy is not None and settings.environment.name == "prompts" and not environment.knows_success:
         by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
         if not any(weight for weights in by_stage for name, weight in weights.items() if name != "task"):
