@@ -235,6 +235,8 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
             yield ("stages", name, "levels"), levels
         for index, part in enumerate(getattr(stage, "curriculum", ())):
             yield ("stages", name, "curriculum", index, "levels"), part.levels
+    if settings.prefer is not None:
+        yield ("prefer", "levels"), settings.prefer.levels
 
 
 def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool) -> Iterator[_Finding]:
