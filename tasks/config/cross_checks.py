@@ -13,6 +13,7 @@ from rl_core.curriculum.watched_metrics import TOOL_SHARE, unknown_tool
 from rl_core.errors import PosttrainError, SettingsError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.sinks import check_installed
+from tasks.config.alert_checks import unlogged_alerts
 from tasks.config.code_checks import code_problems
 from tasks.config.curriculum_checks import POLICY, curriculum_problems, watched_keys
 from tasks.config.files import context_of
@@ -70,15 +71,15 @@ def check_combinations(
 
 
 def find_waste(settings: PipelineSettings) -> list[Problem]:
-    """Settings that work, but spend time on what nothing uses: for warnings."""
-    policy = settings.stages.policy
+    """Settings that work, but spend time on what nothing uses, or wait for what never comes: for warnings."""
+    policy, found = settings.stages.policy, [*unlogged_alerts(settings)]
     if settings.stages.reward_model is None or policy is None or _asks_reward_model(policy):
-        return []
+        return found
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
         "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
     )
-    return [Problem(("stages", "reward_model"), text)]
+    return [*found, Problem(("stages", "reward_model"), text)]
 
 
 def _asks_reward_model(policy: PolicySettings) -> bool:

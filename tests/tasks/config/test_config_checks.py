@@ -182,6 +182,15 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
         assert find_waste(from_dict({"name": "x", "stages": without}, check_files=False)) == []
 
 
+def test_an_alert_on_a_metric_that_nothing_logs_is_a_warning():
+    known = ("policy/ref_kl", "reward/alarm", "online/paused", "eval/success_rate_by_level/hard", "tool/share/look")
+    alerts = {**dict.fromkeys(known, "> 0.5"), "policy/reff_kl": "> 0.5"}
+    values = {"name": "x", "stages": {"sft": {}}, "tracking": {"alerts": alerts}}
+    (found,) = find_waste(from_dict(values, check_files=False))
+    assert found.key == ("tracking", "alerts", "policy/reff_kl")
+    assert found.text == "no stage logs a metric of this name; did you mean 'policy/ref_kl'?"
+
+
 def test_weights_of_a_curriculum_stage():
     def problems(rewards, weights):
         return policy_problems(rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}])
