@@ -137,7 +137,26 @@ _CONDITIONAL = (
     ),
     _Conditional(
         {"policy/importance_mean": _COUNT, "policy/effective_sample_share": _SHARE},
-        lambda s: s.importance in ("token", "sequence"), "importance: token or sequence",
+        lambda s: s.corrects_sampler, "importance, or importance_mask",
+    ),
+    _Conditional(
+        {"policy/importance_dropped": _SHARE}, lambda s: s.importance_mask != "none",
+        "importance_mask",
+    ),
+    _Conditional(
+        {"policy/clip_fraction_dual": _SHARE}, lambda s: s.dual_clip is not None and s.loss is None, "dual_clip"
+    ),
+    _Conditional({"policy/router_aux_loss": _ANY}, lambda s: s.router_aux_loss_coef > 0, "router_aux_loss_coef"),
+    _Conditional(
+        {"policy/staleness_mean": _COUNT, "policy/staleness_max": _COUNT}, lambda s: s.rollouts.max_staleness > 0,
+        "rollouts.max_staleness above 0",
+    ),
+    _Conditional(
+        {"policy/server_difference": _COUNT}, lambda s: s.rollouts.workers == "server", "rollouts.workers: server"
+    ),
+    _Conditional(
+        {"policy/numerics_difference": _COUNT}, lambda s: s.numerics.every > 0,
+        "numerics.every above 0; it is observed once a comparison",
     ),
     _Conditional(
         {"value/loss": _COUNT, "value/explained_variance": (-math.inf, 1.0), "value/returns_mean": _ANY,

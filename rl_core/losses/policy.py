@@ -79,11 +79,12 @@ def clipped_policy_loss(
         }
         if dual_clip is not None:
             parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & falls_BT
-        clipped = {name: masked_sum(part_BT, loss_mask_BT) for name, part_BT in parts.items()}  # of no token two
+        numbers = {name: masked_sum(part_BT, loss_mask_BT) for name, part_BT in parts.items()}
+        low, *others = numbers.values()
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": sum(clipped.values()) / count,
-            **{name: number / count for name, number in clipped.items()},
+            "clip_fraction": sum(others, low) / count,  # no token is in two of them
+            **{name: number / count for name, number in numbers.items()},
             **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
