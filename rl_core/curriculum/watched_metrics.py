@@ -159,12 +159,12 @@ _CONDITIONAL = (
         "numerics.every above 0; it is observed once a comparison",
     ),
     _Conditional(
-        {"value/loss": _COUNT, "value/explained_variance": (-math.inf, 1.0), "value/returns_mean": _ANY,
-         "value/values_mean": _ANY},
+        {"value/loss": _COUNT, "value/clip_fraction": _SHARE, "value/explained_variance": (-math.inf, 1.0),
+         "value/returns_mean": _ANY, "value/values_mean": _ANY},
         lambda s: s.value_function is not None, "a critic (algorithm: ppo, or critic)",
     ),
     _Conditional(
-        {"value/clip_fraction": _SHARE, "value/grad_norm": _COUNT, "value/skipped_steps": _COUNT},
+        {"value/grad_norm": _COUNT, "value/skipped_steps": _COUNT},
         lambda s: s.value_function is not None and s.value_function.kind == "separate", "a critic of its own weights",
     ),
     _Conditional(
