@@ -2,8 +2,9 @@
 
     python -m claimed.memory FOLDER ARM SEED     one measurement in a process of its own, as JSON
 
-A Llama of 26M parameters, rows of about 240 tokens, 8 of them a step, float32, one thread. Memory is the peak of resident
-memory over three steps, less what the process held with the model loaded. Time is the processor's, of the last two.
+A Llama of 26M parameters, rows of about 240 tokens, 8 of them a step, float32, one thread. Memory is the peak of
+resident memory over three steps, less what the process held with the model loaded. Time is the processor's, of the last
+two.
 """
 
 from __future__ import annotations
