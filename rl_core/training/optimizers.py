@@ -115,23 +115,20 @@ def step_adamw(optimizer: torch.optim.AdamW) -> None:
 
     Around the networks of `rl_core.networks` that costs as much as the step itself.
     """
-    updates = []
+    updates: list[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [optimizer.state.get(parameter) for parameter in trained]
+        states = [optimizer.state.get(parameter, {}) for parameter in trained]
         if not all(states):  # the first step makes the moments
             optimizer.step()
             return
         updates.append((group, trained, states))
     for group, trained, states in updates:
         adamw(
-            trained,
-            [parameter.grad for parameter in trained],
-            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
-            [],
-            [state["step"] for state in states],
-            fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+            trained, [parameter.grad for parameter in trained if parameter.grad is not None],
+            [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
+            [state["step"] for state in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
 
 
