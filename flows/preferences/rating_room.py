@@ -19,7 +19,7 @@ from rl_core.preferences.rating_rows import rating_rows, write_rows
 from rl_core.preferences.reward_posterior import RewardPosterior
 from rl_core.settings import RatingSettings
 
-__all__ = ["OutdatedQuestion", "RatingRoom"]
+__all__ = ["OutdatedQuestion", "RatingRoom", "fitting_items"]
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,19 @@ QUESTIONS = {
     "thumbs": "Is this answer good?",
 }
 SCORES = {"scores": (1.0, 2.0, 3.0, 4.0, 5.0), "thumbs": (0.0, 1.0)}
+# Journal and data file of each kind of question: opinions on different scales are never counted together.
+FILES = {
+    "pairs": ("ratings.jsonl", "preferences.jsonl"),
+    "scores": ("score_ratings.jsonl", "scores.jsonl"),
+    "thumbs": ("thumb_ratings.jsonl", "thumbs.jsonl"),
+}
 WRITE_SECONDS = 3.0  # between two looks whether the data file is behind the journal
 WRITE_SHARE = 0.05  # of the time is spent writing it, at most
+
+
+def fitting_items(items: Sequence[RatedItem], settings: RatingSettings) -> list[RatedItem]:
+    """Items with as many answers as `settings.ask` compares."""
+    return [item for item in items if len(item.answers) == (2 if settings.ask == "pairs" else 1)]
 
 
 class OutdatedQuestion(DataError):
@@ -49,9 +60,9 @@ class RatingRoom:
         seed: int = 0,
         posterior: RewardPosterior | None = None,
     ) -> None:
-        """`folder`: of the journal and the data file; locked by the caller."""
-        self.folder, self.items, self.settings = folder, list(items), settings
-        self.journal = RatingJournal(folder / "ratings.jsonl")
+        """`folder`: of the journal and the data file; locked by the caller. Of the items, those that fit are rated."""
+        self.folder, self.items, self.settings = folder, fitting_items(items, settings), settings
+        self.journal = RatingJournal(folder / FILES[settings.ask][0])
         self.order = QuestionOrder(
             self.items, self.journal, overlap=settings.overlap, repeat=settings.repeat, seed=seed,
             posterior=posterior if settings.choose == "uncertainty" else None,
@@ -65,7 +76,7 @@ class RatingRoom:
     @property
     def rows_file(self) -> Path:
         """The data file: preference rows, or scored answers."""
-        return self.folder / ("preferences.jsonl" if self.settings.ask == "pairs" else "scores.jsonl")
+        return self.folder / FILES[self.settings.ask][1]
 
     def __enter__(self) -> RatingRoom:
         self.write()

@@ -179,6 +179,14 @@ SCRIPT = r"""
       return;
     }
     if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
+    if (event.target.getAttribute("role") === "radio" && event.key.startsWith("Arrow")) {  // within the reasons
+      event.preventDefault();
+      const chips = [...at("reasons").children], step = /Left|Up/.test(event.key) ? -1 : 1;
+      const next = chips[(chips.indexOf(event.target) + step + chips.length) % chips.length];
+      next.focus();
+      choose(next.textContent);
+      return;
+    }
     if (at("controls").hidden || event.repeat) return;
     if (event.key === "c") { event.preventDefault(); at("comment").focus(); return; }
     if (event.key === "r") {

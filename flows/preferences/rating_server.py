@@ -1,6 +1,6 @@
 """`posttrain prefer`: the items, the page's server, and its end.
 
-<output>/<pipeline>/preferences/    items.jsonl, ratings.jsonl (the journal), preferences.jsonl or scores.jsonl, token
+<output>/<pipeline>/preferences/    items.jsonl, token, and journal and data file of each kind of question (`FILES`)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.monitor.server import free_port
-from flows.preferences.rating_room import RatingRoom
+from flows.preferences.rating_room import RatingRoom, fitting_items
 from flows.runtime.access_token import token_of
 from rl_core.errors import DataError
 from rl_core.preferences.items import RatedItem, items_of_file, read_items, write_items
@@ -99,7 +99,7 @@ def _items(task: PeopleTask, say: Say) -> list[RatedItem]:
             known.setdefault(item.id, item)
     if len(known) > before:
         write_items(path, list(known.values()))
-    fitting = [item for item in known.values() if len(item.answers) == number]
+    fitting = fitting_items(list(known.values()), task.rating)
     if not fitting:
         raise DataError(
             f"{path}: has no item for prefer.ask: {task.rating.ask}; add some with --more or --answers FILE"

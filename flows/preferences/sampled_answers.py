@@ -52,7 +52,7 @@ def sampled_items(
     Raises: SettingsError, ModelError; EnvironmentFault; DataError if all pairs have equal answers.
     """
     environment = make_environment(settings, None)
-    requests = _requests(environment, rating.prompts, settings.seed)
+    requests = _requests(environment, rating, settings.seed)
     number = 2 if rating.ask == "pairs" and len(models) == 1 else 1
     columns: list[tuple[str, list[Trajectory | None]]] = []  # model, and its answer to each request
     for model in models:
@@ -88,13 +88,16 @@ def _as_items(
     return [RatedItem(prompt, (answers[0][1], answers[1][1]), (answers[0][0], answers[1][0]), about)]
 
 
-def _requests(environment: Environment, count: int, seed: int) -> list[EpisodeRequest]:
-    """Training episodes of all levels in turn, each once where there are enough."""
+def _requests(environment: Environment, rating: RatingSettings, seed: int) -> list[EpisodeRequest]:
+    """Training episodes of the levels in turn, each once where there are enough."""
+    for level in rating.levels:
+        environment.check_level(level)
     orders, rng = SeedOrders(environment, seed), np.random.default_rng(seed)
-    levels = [level for level in environment.levels if len(environment.seeds_of("train", level))]
+    asked = rating.levels or environment.levels
+    levels = [level for level in asked if len(environment.seeds_of("train", level))]
     if not levels:
-        raise DataError(f"environment '{environment.name}' has no training episodes")
-    return [EpisodeRequest(level, orders.draw(level, rng)) for level in (levels * count)[:count]]
+        raise DataError(f"environment '{environment.name}' has no training episodes of {', '.join(asked)}")
+    return [EpisodeRequest(level, orders.draw(level, rng)) for level in (levels * rating.prompts)[: rating.prompts]]
 
 
 def _play(

@@ -225,7 +225,8 @@ TOOL = MetricGroup(
     (
         Metric("tool/calls", "calls", "Tool calls per rollout.", "Falls to 0 although tasks need tools."),
         Metric("tool/used_rate", "share", "Rollouts with a tool call.", "Falls to 0 although tasks need tools."),
-        Metric("tool/share/{tool}", "share", "Share of one tool among all calls; the 20 most used tools."),
+        Metric("tool/share/{tool}", "share",
+               "Share of one tool among all calls, 0 for one that was not called; the 20 most used tools."),
         Metric("tool/misuse_rate", "share",
                "Turns that parse as neither call nor answer, name no tool, or make one fail.",
                "Rises during training."),

@@ -43,7 +43,8 @@ def check_finite(**tensors: torch.Tensor) -> None:
     """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position."""
     # One reduction over all tensors, hence one device synchronisation. NaN and infinity survive a sum; one that is not
     # finite for another reason (an overflow) is looked at closely below.
-    if math.isfinite(float(sum(tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()))):
+    sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()]
+    if not sums or math.isfinite(float(sum(sums[1:], sums[0]))):
         return
     for name, tensor in tensors.items():
         bad = (~torch.isfinite(tensor)).nonzero()

@@ -72,17 +72,19 @@ def clipped_policy_loss(
         losses_BT = torch.where(advantages_BT < 0, capped_BT, losses_BT)
     loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
     with torch.no_grad():
-        low_BT = (ratio_BT < 1 - clip_eps) & (advantages_BT < 0)
-        high_BT = (ratio_BT > 1 + high) & (advantages_BT > 0)
-        clipped_BT = low_BT | high_BT
-        parts = {"clip_fraction_low": low_BT, "clip_fraction_high": high_BT}
+        falls_BT, rises_BT = advantages_BT < 0, advantages_BT > 0
+        parts = {
+            "clip_fraction_low": (ratio_BT < 1 - clip_eps) & falls_BT,
+            "clip_fraction_high": (ratio_BT > 1 + high) & rises_BT,
+        }
         if dual_clip is not None:
-            parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & (advantages_BT < 0)
-            clipped_BT = clipped_BT | parts["clip_fraction_dual"]
+            parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & falls_BT
+        numbers = {name: masked_sum(part_BT, loss_mask_BT) for name, part_BT in parts.items()}
+        low, *others = numbers.values()
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": masked_sum(clipped_BT.float(), loss_mask_BT) / count,
-            **{name: masked_sum(part_BT.float(), loss_mask_BT) / count for name, part_BT in parts.items()},
+            "clip_fraction": sum(others, low) / count,  # no token is in two of them
+            **{name: number / count for name, number in numbers.items()},
             **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
@@ -239,7 +241,8 @@ def clipped_terms(
 ) -> torch.Tensor:
     """max(-r A, -clip(r, low, high) A) of every entry, of one shape; limits are numbers or tensors of that shape."""
     clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # its stubs know no union
-    return torch.maximum(-ratio * advantages, -clipped * advantages)
+    losses = -advantages
+    return torch.maximum(ratio * losses, clipped * losses)
 
 
 def policy_ratio(

@@ -38,17 +38,17 @@ def value_loss(
     count = check_count("num_loss_tokens", num_loss_tokens)
     values_BT, returns_BT = fill_masked(values_BT, loss_mask_BT), fill_masked(returns_BT.detach(), loss_mask_BT)
     errors_BT = (values_BT - returns_BT).square()
-    clipped_BT = torch.zeros_like(loss_mask_BT)
+    clipped = errors_BT.new_zeros(())
     if value_clip_eps is not None:
         if old_values_BT is None or value_clip_eps <= 0:
             raise DataError(f"value_clip_eps: {value_clip_eps} must be above 0 and needs old_values")
         old_BT = fill_masked(old_values_BT.detach(), loss_mask_BT)
         bounded_BT = old_BT + (values_BT - old_BT).clamp(-value_clip_eps, value_clip_eps)
         bounded_errors_BT = (bounded_BT - returns_BT).square()
-        clipped_BT = bounded_errors_BT > errors_BT
+        clipped = masked_sum(bounded_errors_BT > errors_BT, loss_mask_BT)
         errors_BT = torch.maximum(errors_BT, bounded_errors_BT)
     loss = 0.5 * masked_sum(errors_BT, loss_mask_BT) / count
-    return loss, {"loss": loss.detach(), "clip_fraction": masked_sum(clipped_BT.float(), loss_mask_BT) / count}
+    return loss, {"loss": loss.detach(), "clip_fraction": clipped / count}
 
 
 def explained_variance(values_BT: torch.Tensor, returns_BT: torch.Tensor, loss_mask_BT: torch.Tensor) -> float:

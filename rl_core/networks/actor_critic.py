@@ -17,7 +17,7 @@ from torch import nn
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.supervised import token_entropy
 from rl_core.networks.observation_statistics import ObservationStatistics
-from rl_core.networks.paired_layers import paired_layers
+from rl_core.networks.paired_layers import paired_layers, single_layers
 
 __all__ = ["ActionSpace", "ActorCritic", "NetworkShape", "PolicyNetwork", "ValueNetwork"]
 
@@ -108,12 +108,16 @@ class PolicyNetwork(nn.Module):
 
     def logprobs_of(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on shapes."""
+        return self.logprob_column(outputs_BA, actions).squeeze(1)
+
+    def logprob_column(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """The same as a column [B, 1], as losses take it."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
             raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
         if self.actions.is_discrete:
-            return outputs_BA.log_softmax(-1).gather(1, actions[:, None]).squeeze(1)
-        return gaussian_logprobs(actions, outputs_BA, self.log_std_A)
+            return outputs_BA.log_softmax(-1).gather(1, actions[:, None])
+        return gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
 
     def entropy_of(self, outputs_BA: torch.Tensor) -> torch.Tensor:
         """Entropies of the distributions from the outputs of `forward`, float [B]."""
@@ -128,7 +132,10 @@ class PolicyNetwork(nn.Module):
             noise_BA: standard Gumbel noise for alternatives (the largest of logit + noise is a sample of the softmax:
                 Gumbel 1954), standard normal noise for numbers; None = the mode.
         """
-        outputs_BA = self(observations_BD)
+        return self.drawn(self(observations_BD), noise_BA)
+
+    def drawn(self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None) -> torch.Tensor:
+        """Actions from the outputs of `forward`; see `act`."""
         if self.actions.is_discrete:
             return (outputs_BA if noise_BA is None else outputs_BA + noise_BA).argmax(-1)
         return outputs_BA if noise_BA is None else outputs_BA + self.log_std_A.exp() * noise_BA
@@ -170,19 +177,23 @@ class ActorCritic(nn.Module):
 
     def forward(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs of the policy, float [B, A], and values, float [B], from raw observations."""
-        outputs_BA, values_B1 = paired_layers(self.normalised(observations_BD), *self._weights, self.shape.activation)
+        outputs_BA, values_B1 = self.outputs_and_values(observations_BD)
         return outputs_BA, values_B1.squeeze(1)
+
+    def outputs_and_values(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the values as a column [B, 1], as losses take them."""
+        return paired_layers(self.normalised(observations_BD), *self._weights, self.shape.activation)
 
     @torch.no_grad()
     def values(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Values of raw observations, float [B], no gradient."""
-        values_B: torch.Tensor = self.value(self.normalised(observations_BD))
-        return values_B
+        return single_layers(self.normalised(observations_BD), self._weights[1], self.shape.activation).squeeze(1)
 
     @torch.no_grad()
     def act(self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None) -> torch.Tensor:
         """Actions for raw observations; see `PolicyNetwork.act`."""
-        return self.policy.act(self.normalised(observations_BD), noise_BA)
+        outputs_BA = single_layers(self.normalised(observations_BD), self._weights[0], self.shape.activation)
+        return self.policy.drawn(outputs_BA, noise_BA)
 
 
 def gaussian_logprobs(actions_BA: torch.Tensor, means_BA: torch.Tensor, log_std_A: torch.Tensor) -> torch.Tensor:

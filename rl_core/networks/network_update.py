@@ -1,6 +1,6 @@
 """Update of an actor-critic on the steps of an iteration: epochs x minibatches of PPO's loss.
 
-Suffixes: M rows, D numbers of an observation. Losses take one column: [M, 1].
+Suffixes: M rows, D numbers of an observation. Losses take columns: M1 is [M, 1].
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class NetworkBatch:
 
     observations_MD: torch.Tensor  # as the environment gave them
     actions: torch.Tensor  # int64 [M], or float [M, A]
-    old_logprobs_M: torch.Tensor  # of the policy before the first optimizer step, nats
-    advantages_M: torch.Tensor
-    targets_M: torch.Tensor  # of the value network
-    values_M: torch.Tensor  # of the value network before the first optimizer step
+    old_logprobs_M1: torch.Tensor  # of the policy before the first optimizer step, nats
+    advantages_M1: torch.Tensor
+    targets_M1: torch.Tensor  # of the value network
+    values_M1: torch.Tensor  # of the value network before the first optimizer step
 
     def rows(self, index: torch.Tensor | slice) -> NetworkBatch:
         """Some of the rows."""
@@ -68,6 +68,7 @@ class NetworkUpdate:
         self.buffers = buffers
         self._entropies: list[torch.Tensor] = []  # of the policy before the first optimizer step
         self.num_rows = 1  # of the current optimizer step, the denominator of its losses
+        self._mask_M1: torch.Tensor | None = None  # of the newest micro-batch; most are of one size
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
@@ -76,7 +77,7 @@ class NetworkUpdate:
             rows = self._rows()
         metrics = self._metrics(rows)
         if settings.normalise_advantages == "iteration" or self._is_one_minibatch:
-            rows.advantages_M = whitened(rows.advantages_M)
+            rows.advantages_M1 = whitened(rows.advantages_M1)
         parts: list[dict[str, float]] = []
         for _ in range(settings.epochs):
             parts += [self._step(minibatch) for minibatch in self._minibatches(rows, rng)]
@@ -108,29 +109,30 @@ class NetworkUpdate:
             self.model.values, gamma=settings.gamma, trace_lambda=settings.gae_lambda,
             reward_scale=settings.reward_scale, ratios_M=ratios_M, rho_cap=settings.vtrace_rho, c_cap=settings.vtrace_c,
         )  # fmt: skip
-        return NetworkBatch(observations_MD, actions, logprobs_M, advantages_M, targets_M, values_M)
+        columns = (found[:, None] for found in (logprobs_M, advantages_M, targets_M, values_M))
+        return NetworkBatch(observations_MD, actions, *columns)
 
     def _metrics(self, rows: NetworkBatch) -> dict[str, float]:
-        everything_M = torch.ones(len(rows.advantages_M), dtype=torch.bool)
+        everything_M1 = full_mask(len(rows.advantages_M1), 1)
         metrics = {
-            "train/advantages_mean": float(rows.advantages_M.mean()),
-            "train/advantages_std": float(rows.advantages_M.std(correction=0)),
+            "train/advantages_mean": float(rows.advantages_M1.mean()),
+            "train/advantages_std": float(rows.advantages_M1.std(correction=0)),
             "policy/entropy": float(torch.cat(self._entropies).mean()),
-            "value/explained_variance": explained_variance(rows.values_M, rows.targets_M, everything_M),
+            "value/explained_variance": explained_variance(rows.values_M1, rows.targets_M1, everything_M1),
         }
         if len(self.buffers) > 1:
-            metrics["train/replayed_steps"] = float(len(rows.advantages_M) - self.buffers[0].num_steps)
+            metrics["train/replayed_steps"] = float(len(rows.advantages_M1) - self.buffers[0].num_steps)
         return metrics
 
     def _minibatches(self, rows: NetworkBatch, rng: np.random.Generator) -> list[NetworkBatch]:
         """Rows of each optimizer step of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
             return [rows]
-        order = torch.from_numpy(rng.permutation(len(rows.advantages_M)))
+        order = torch.from_numpy(rng.permutation(len(rows.advantages_M1)))
         found = [rows.rows(index) for index in order.tensor_split(self.settings.minibatches) if len(index)]
         if self.settings.normalise_advantages == "minibatch":
             for minibatch in found:
-                minibatch.advantages_M = whitened(minibatch.advantages_M)
+                minibatch.advantages_M1 = whitened(minibatch.advantages_M1)
         return found
 
     @property
@@ -140,7 +142,7 @@ class NetworkUpdate:
 
     def _step(self, rows: NetworkBatch) -> dict[str, float]:
         """One optimizer step on these rows."""
-        self.num_rows = len(rows.advantages_M)
+        self.num_rows = len(rows.advantages_M1)
         size = self.settings.micro_batch_tokens
         if self.num_rows <= size:
             return self.optimizer_step.apply([rows], self.loss)
@@ -150,19 +152,21 @@ class NetworkUpdate:
     def loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the rows of the optimizer step; metrics per row."""
         settings, count = self.settings, self.num_rows
-        outputs_MA, values_M = self.model(batch.observations_MD)
-        logprobs_M = self.model.policy.logprobs_of(outputs_MA, batch.actions)
-        mask_M1 = full_mask(len(logprobs_M), 1)
+        outputs_MA, values_M1 = self.model.outputs_and_values(batch.observations_MD)
+        logprobs_M1 = self.model.policy.logprob_column(outputs_MA, batch.actions)
+        if self._mask_M1 is None or len(self._mask_M1) != len(logprobs_M1):
+            self._mask_M1 = full_mask(len(logprobs_M1), 1)
+        mask_M1 = self._mask_M1
         policy, parts = clipped_policy_loss(
-            logprobs_M[:, None], batch.old_logprobs_M[:, None], batch.advantages_M[:, None], mask_M1,
-            num_loss_tokens=count, clip_eps=settings.clip_eps,
+            logprobs_M1, batch.old_logprobs_M1, batch.advantages_M1, mask_M1, num_loss_tokens=count,
+            clip_eps=settings.clip_eps,
         )  # fmt: skip
         value, value_parts = value_loss(
-            values_M[:, None], batch.targets_M[:, None], mask_M1, num_loss_tokens=count,
-            old_values_BT=batch.values_M[:, None] if settings.value_clip_eps is not None else None,
+            values_M1, batch.targets_M1, mask_M1, num_loss_tokens=count,
+            old_values_BT=batch.values_M1 if settings.value_clip_eps is not None else None,
             value_clip_eps=settings.value_clip_eps,
         )  # fmt: skip
-        loss = policy + settings.value_coef * value
+        loss = policy + (value if settings.value_coef == 1 else settings.value_coef * value)
         if settings.entropy_coef > 0:
             entropy_M = self.model.policy.entropy_of(outputs_MA)
             bonus, entropy = entropy_bonus(entropy_M[:, None], mask_M1, num_loss_tokens=count)
@@ -207,6 +211,6 @@ def policy_logprobs(model: ActorCritic, observations_MD: torch.Tensor, actions: 
         return model.policy.logprobs_and_entropy(model.normalised(observations_MD), actions)[0]
 
 
-def whitened(advantages_M: torch.Tensor) -> torch.Tensor:
+def whitened(advantages_M1: torch.Tensor) -> torch.Tensor:
     """Advantages of mean 0 and variance 1."""
-    return masked_whiten(advantages_M[:, None], full_mask(len(advantages_M), 1))[:, 0]
+    return masked_whiten(advantages_M1, full_mask(len(advantages_M1), 1))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["paired_layers"]
+__all__ = ["paired_layers", "single_layers"]
 
 
 def paired_layers(
@@ -27,6 +27,20 @@ def paired_layers(
     """
     function: Any = _Paired  # torch's `apply` has no types
     outputs: tuple[torch.Tensor, torch.Tensor] = function.apply(inputs_BD, activation, len(first), *first, *second)
+    return outputs
+
+
+def single_layers(inputs_BD: torch.Tensor, weights: Sequence[torch.Tensor], activation: str) -> torch.Tensor:
+    """Outputs of one network, float [B, outputs]: the same bits as its `nn.Sequential`, without a call of each module.
+
+    Args:
+        weights: weight, offset, weight, offset, ... of its linear layers.
+        activation: tanh or relu, between the layers.
+    """
+    act = torch.tanh if activation == "tanh" else torch.relu
+    outputs = torch.nn.functional.linear(inputs_BD, weights[0], weights[1])
+    for place in range(2, len(weights), 2):
+        outputs = torch.nn.functional.linear(act(outputs), weights[place], weights[place + 1])
     return outputs
 
 

@@ -87,10 +87,16 @@ class QuestionOrder:
             known = [(self._place.get(rating.item), LABELS.get(rating.choice)) for rating in self._journal]
             self._posterior.relearn((place, label) for place, label in known if place is not None and label is not None)
 
-    def take_back(self, rating: Rating) -> RatingQuestion:
-        """Undo a rating that the journal no longer has: its question is the person's next one."""
-        place = self._place[rating.item]
+    def take_back(self, rating: Rating) -> RatingQuestion | None:
+        """Undo a rating that the journal no longer has: its question is the person's next one.
+
+        None = its item is no longer among the items; the person's next question is another one.
+        """
+        place = self._place.get(rating.item)
         with self._lock:
+            if place is None:
+                self._open.pop(rating.rater, None)
+                return None
             self._by_rater[rating.rater][place] -= 1
             if rating.is_opinion:
                 self._rated[place] -= 1

@@ -18,13 +18,16 @@ MOST_TOOLS = 20  # with a metric of their own, the most used ones
 MetricName = re.compile(r"[A-Za-z0-9_.-]{1,60}")  # a name that a policy made up may be anything
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], *, with_success: bool = True, tools: Sequence[str] = ()
+) -> dict[str, float]:
     """Success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
     completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
     of turns that misused a tool; tool/hung_calls counts late calls of this process that still run; policy/mean_logprob
     is per sampled token, in nats, under the distribution that it was drawn from, softmax(logits / temperature).
-    `with_success` False leaves success rates out, where the environment knows none. Conduct: see `conduct_metrics`.
+    `with_success` False leaves success rates out, where the environment knows none. Conduct, and `tools`: see
+    `conduct_metrics`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -43,7 +46,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
         "tool/hung_calls": float(hung_calls()),
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),
     }
-    metrics |= conduct_metrics(played)
+    metrics |= conduct_metrics(played, tools)
     if not with_success:
         del metrics["train/success_rate"]
         return metrics
@@ -53,12 +56,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
     return metrics | {f"train/success_rate_by_level/{level}": _mean(by_level[level]) for level in sorted(by_level)}
 
 
-def conduct_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+def conduct_metrics(played: Sequence[Trajectory], tools: Sequence[str] = ()) -> dict[str, float]:
     """Loops, exploration, right actions (`analysis.tool_steps`), coherence, lengths and the use of each tool.
 
     loop_rate: rollouts with a block of tool steps that is immediately repeated. exploration_efficiency: distinct useful
     steps over steps, mean over rollouts with steps. coherent_rate: rollouts without a repeated action or an answer that
-    is taken back. tool/share/NAME: share of all calls. action_tokens_p10, _p90: of sampled tokens per rollout.
+    is taken back. tool/share/NAME: share of all calls; 0 for one of `tools`, the environment's, that was not called
+    where others were. action_tokens_p10, _p90: of sampled tokens per rollout.
     """
     steps = [tool_steps(trajectory) for trajectory in played]
     explored = [found.efficiency for found in steps if found.efficiency is not None]
@@ -75,6 +79,7 @@ def conduct_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
     }
     if explored:
         metrics["train/exploration_efficiency"] = _mean(explored)
+    calls.update(dict.fromkeys(tools[:MOST_TOOLS] if calls else (), 0))
     named = {name: count for name, count in calls.most_common(MOST_TOOLS) if MetricName.fullmatch(name)}
     return metrics | {f"tool/share/{name}": count / calls.total() for name, count in sorted(named.items())}
 

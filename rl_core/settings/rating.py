@@ -28,7 +28,8 @@ class RatingSettings(Settings):
         doc="who answers: models:/NAME@ALIAS, model or stage folders, or hub names, one (two rollouts of it) or two; "
         "left out: the pipeline's champion",
     )
-    prompts: int = setting(100, ge=1, le=1_000_000, doc="episodes that they answer; training episodes of all levels")
+    prompts: int = setting(100, ge=1, le=1_000_000, doc="training episodes that they answer")
+    levels: tuple[str, ...] = setting((), doc="levels of these episodes, in turn; left out: all of the environment")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how the answers are drawn")
     reward_model: str | None = setting(
         None, doc="folder of a reward model whose uncertainty chooses; left out: that of a new head on the first model"

@@ -24,7 +24,13 @@ from rl_core.timing import count, span
 from rl_core.training.ema_weights import EmaWeights
 from rl_core.training.master_weights import MasterWeights
 from rl_core.training.micro_batches import combine_metrics, cut
-from rl_core.training.optimizers import Grokfast, build_optimizer, enable_activation_checkpointing, learning_rate_at
+from rl_core.training.optimizers import (
+    Grokfast,
+    build_optimizer,
+    enable_activation_checkpointing,
+    learning_rate_at,
+    step_adamw,
+)
 from rl_core.training.sharded_step import ShardedModel, without_dummy
 from rl_core.training.throughput import sequence_lengths, step_flops
 
@@ -34,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
+CLIP_FROM = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
 
 
 class OptimizerStep:
@@ -143,7 +150,7 @@ class OptimizerStep:
             metrics["train/grokfast_grad_norm"] = float(norm)
             is_finite = math.isfinite(metrics["train/grokfast_grad_norm"])
         if is_finite:
-            self._optimize(norm)
+            self._optimize(norm, metrics.get("train/grokfast_grad_norm", metrics["train/grad_norm"]))
         else:
             self._skip(parts, problem)
         self._clear()
@@ -155,15 +162,19 @@ class OptimizerStep:
         grads = [local(master.grad) for master in masters if master.grad is not None]
         return self.process_group.norm(torch.nn.utils.get_total_norm(grads))
 
-    def _optimize(self, norm: torch.Tensor) -> None:
-        """Clip, step, and take the new weights over."""
+    def _optimize(self, norm: torch.Tensor, size: float) -> None:
+        """Clip, step, and take the new weights over. `size`: the norm, read already."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        torch.nn.utils.clip_grads_with_norm_(
-            list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
-        )
+        if size > CLIP_FROM * self.settings.max_grad_norm:  # below, clipping would multiply by exactly 1
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
+            )
         try:
-            self.optimizer.step()
+            if isinstance(self.optimizer, torch.optim.AdamW):
+                step_adamw(self.optimizer)
+            else:
+                self.optimizer.step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -213,7 +224,9 @@ class OptimizerStep:
             note_out_of_memory("micro-batches", self.max_tokens, "padded tokens")
 
     def _clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop all gradients; every optimizer's are those of the masters."""
+        for master in self.master_weights.masters.values():
+            master.grad = None
         for weight in self.master_weights.weights.values():
             weight.grad = None
 

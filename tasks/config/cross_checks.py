@@ -9,11 +9,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_core.curriculum.watched_metrics import TOOL_SHARE, unknown_tool
 from rl_core.errors import PosttrainError, SettingsError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.sinks import check_installed
+from tasks.config.alert_checks import unlogged_alerts
 from tasks.config.code_checks import code_problems
-from tasks.config.curriculum_checks import POLICY, curriculum_problems
+from tasks.config.curriculum_checks import POLICY, curriculum_problems, watched_keys
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems
 from tasks.config.network_checks import STAGE as NETWORK
@@ -69,15 +71,15 @@ def check_combinations(
 
 
 def find_waste(settings: PipelineSettings) -> list[Problem]:
-    """Settings that work, but spend time on what nothing uses: for warnings."""
-    policy = settings.stages.policy
+    """Settings that work, but spend time on what nothing uses, or wait for what never comes: for warnings."""
+    policy, found = settings.stages.policy, [*unlogged_alerts(settings)]
     if settings.stages.reward_model is None or policy is None or _asks_reward_model(policy):
-        return []
+        return found
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
         "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
     )
-    return [Problem(("stages", "reward_model"), text)]
+    return [*found, Problem(("stages", "reward_model"), text)]
 
 
 def _asks_reward_model(policy: PolicySettings) -> bool:
@@ -198,6 +200,9 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
         return
     yield from _columns(settings, environment.columns, import_code)
     policy = settings.stages.policy
+    for key, metric in watched_keys(policy):
+        if problem := unknown_tool(metric, environment.tools.tools if metric.startswith(TOOL_SHARE) else ()):
+            yield _finding((*key, "metric"), problem, ("environment",))
     if policy is not None and settings.environment.name == "prompts" and not environment.knows_success:
         by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
         if not any(weight for weights in by_stage for name, weight in weights.items() if name != "task"):
@@ -231,6 +236,8 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
             yield ("stages", name, "levels"), levels
         for index, part in enumerate(getattr(stage, "curriculum", ())):
             yield ("stages", name, "curriculum", index, "levels"), part.levels
+    if settings.prefer is not None:
+        yield ("prefer", "levels"), settings.prefer.levels
 
 
 def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool) -> Iterator[_Finding]:

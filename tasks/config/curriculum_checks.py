@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from rl_core.curriculum.conditions import average_hint, metric_name
 from rl_core.curriculum.manager import END
-from rl_core.curriculum.watched_metrics import missing_because, watched_metrics
+from rl_core.curriculum.watched_metrics import missing_because, watched_metrics, watched_range
 from rl_core.errors import nearest
 from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
 from tasks.config.problems import Key, Problem
 
-__all__ = ["POLICY", "curriculum_problems"]
+__all__ = ["POLICY", "curriculum_problems", "watched_keys"]
 
 _UPDATE_KL = "the KL of one update is policy/update_kl, that to the reference policy/ref_kl"
 # Names of peers, and ours of before, under any prefix.
@@ -62,14 +62,30 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
             yield _found((*POLICY, "rollback", "to"), text, key)
 
 
+def watched_keys(policy: PolicySettings | None) -> Iterator[tuple[Key, str]]:
+    """Places of exits, early stop and rollbacks in the settings, each with the metric that it names."""
+    if policy is None:
+        return
+    for index, stage in enumerate(policy.curriculum):
+        here: Key = (*POLICY, "curriculum", index)
+        for number, condition in enumerate(stage.exit_conditions):
+            yield (*here, "exit_conditions", number), condition.metric
+        if stage.rollback is not None:
+            yield (*here, "rollback"), stage.rollback.metric
+    if policy.early_stop is not None:
+        yield (*POLICY, "early_stop"), policy.early_stop.metric
+    if policy.rollback is not None:
+        yield (*POLICY, "rollback"), policy.rollback.metric
+
+
 def _rollback(rollback: RollbackSettings, key: Key, iterations: int, policy: PolicySettings) -> Iterator[Found]:
     """The metric exists, can get worse by the margin, and there is time to see it."""
-    name, metrics = metric_name(rollback.metric), watched_metrics(policy)
-    if name not in metrics:
+    name, found = metric_name(rollback.metric), watched_range(rollback.metric, policy)
+    if found is None:
         yield _unknown(rollback.metric, key, policy)
         return
     iterations //= _every(name, policy)
-    low, high = metrics[name]
+    low, high = found
     moves = "fall" if rollback.better == "higher" else "rise"
     if rollback.margin >= high - low:
         yield _found(
@@ -102,6 +118,9 @@ def _unknown(metric: str, key: Key, policy: PolicySettings) -> Found:
     metrics = watched_metrics(policy)
     if needs := missing_because(metric_name(metric), policy):
         return _found((*key, "metric"), f"'{metric}' is never logged with these settings; it needs {needs}", POLICY)
+    if metric.startswith(("perf/", "system/")):
+        text = f"'{metric}' is measured by a clock, which training must not depend on: the same seed would give other"
+        return _found((*key, "metric"), f"{text} models; watch a metric of the rollouts or of the update")
     if average := average_hint(metric):
         return _found((*key, "metric"), f"no such metric '{metric}'; {average}", (*key, "window"))
     if (other := _OTHER_NAMES.get(metric.rpartition("/")[2])) is not None:
@@ -143,7 +162,7 @@ def _condition(condition: ExitCondition, key: Key, iterations: int, policy: Poli
     name = metric_name(condition.metric)
     if condition.function is None:
         yield from _threshold(condition, key, policy)
-        if name not in watched_metrics(policy):
+        if watched_range(name, policy) is None:
             return
         iterations //= _every(name, policy)
     if _shortest(condition) > iterations:
@@ -160,12 +179,12 @@ def _condition(condition: ExitCondition, key: Key, iterations: int, policy: Poli
 
 def _threshold(condition: ExitCondition, key: Key, policy: PolicySettings) -> Iterator[Found]:
     """The metric exists, and the threshold can be met."""
-    name, metrics = metric_name(condition.metric), watched_metrics(policy)
-    if name not in metrics:
+    found = watched_range(condition.metric, policy)
+    if found is None:
         yield _unknown(condition.metric, key, policy)
         return
     what = condition.metric if condition.statistic == "mean" else f"the slope of {condition.metric}"
-    low, high = metrics[name] if condition.statistic == "mean" else _slopes(*metrics[name], condition.window)
+    low, high = found if condition.statistic == "mean" else _slopes(*found, condition.window)
     threshold = condition.threshold
     never = {
         ">=": threshold > high,

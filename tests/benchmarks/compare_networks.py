@@ -6,7 +6,7 @@
 stable-baselines3 is no dependency of the project, so it is installed by hand. Both train in this process, on
 `--threads` threads, seed by seed in turns: the order alternates, so that a machine that slows down slows both. Seconds
 are those from the first step to the last update; making the environments and the evaluation are left out. On a machine
-with other work processor time tells more than the clock. Both are then evaluated greedily on the same 100 seeds.
+with other work processor time tells more than the clock. Both are then evaluated greedily on the same seeds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ GIVEN: dict[str, dict[str, Any]] = {
         "gae_lambda": 0.95, "learning_rate": 1e-3, "schedule": "constant",
     },
 }  # fmt: skip
-EPISODES = 100
 TEST_SEED = 2**30 + 2**29  # held-out seeds from here on
 
 
-def ours(environment: str, steps: int, seed: int) -> dict[str, Any]:
+def ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
     import rl_core
 
     given = GIVEN[environment]
@@ -54,11 +53,11 @@ def ours(environment: str, steps: int, seed: int) -> dict[str, Any]:
     training.run()
     return {
         "curve": curve, "seconds": ended[0] - started[0], "processor_seconds": ended[1] - started[1],
-        "steps": training.trainer.environment_steps, "returns": test(environment, training.model.act),
+        "steps": training.trainer.environment_steps, "returns": test(environment, training.model.act, episodes),
     }  # fmt: skip
 
 
-def theirs(environment: str, steps: int, seed: int) -> dict[str, Any]:
+def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -94,18 +93,18 @@ def theirs(environment: str, steps: int, seed: int) -> dict[str, Any]:
 
     return {
         "curve": curve, "seconds": seconds, "processor_seconds": processor, "steps": model.num_timesteps,
-        "returns": test(environment, act),
+        "returns": test(environment, act, episodes),
     }  # fmt: skip
 
 
-def test(environment: str, act: Any) -> list[float]:
+def test(environment: str, act: Any, episodes: int) -> list[float]:
     """Returns of episodes from the same seeds for both, one after the other."""
     import gymnasium
     import numpy as np
     import torch
 
     world, returns = gymnasium.make(environment), []
-    for number in range(EPISODES):
+    for number in range(episodes):
         seen, _ = world.reset(seed=TEST_SEED + number)
         total, is_over = 0.0, False
         while not is_over:
@@ -135,7 +134,8 @@ def table(found: list[dict[str, Any]], steps: int) -> str:
             means.append(f"{statistics.fmean(values):.0f} ({min(values):.0f} to {max(values):.0f})")
         lines.append(f"| return of the newest 100 episodes after {share * steps:,.0f} steps | {' | '.join(means)} |")
     tested = [" ".join(f"{statistics.fmean(run['returns']):.1f}" for run in runs) for runs in sides.values()]
-    lines.append(f"| mean of {EPISODES} greedy held-out episodes, seed by seed | {' | '.join(tested)} |")
+    count = len(found[0]["returns"])
+    lines.append(f"| mean of {count} greedy held-out episodes, seed by seed | {' | '.join(tested)} |")
     for key, label in (("seconds", "second"), ("processor_seconds", "second of processor time")):
         speeds = {name: [run["steps"] / run[key] for run in runs] for name, runs in sides.items()}
         told = [f"{statistics.median(all_):,.0f} ({min(all_):,.0f} to {max(all_):,.0f})" for all_ in speeds.values()]
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--episodes", type=int, default=100, help="held-out episodes; 1 where speed alone is asked for")
     parser.add_argument("--only", choices=["posttrain", "stable-baselines3"], help="one side alone")
     arguments = parser.parse_args()
     import torch
@@ -187,7 +188,7 @@ def main() -> None:
                     "name": name,
                     "seed": seed,
                     "load": load,
-                    **sides[name](arguments.environment, steps, seed),
+                    **sides[name](arguments.environment, steps, seed, arguments.episodes),
                 }
                 found.append(run)
                 mean = statistics.fmean(run["returns"])

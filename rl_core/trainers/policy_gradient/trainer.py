@@ -18,7 +18,7 @@ from torch import nn
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
-from rl_core.curriculum.watched_metrics import watched_names
+from rl_core.curriculum.watched_metrics import check_tools, watched_names
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import Keep
@@ -89,8 +89,8 @@ class PolicyGradientTrainer(RolloutTrainer):
                 measured, and learned from by nothing.
             own: loss and advantage estimator of the user's, by the name of their setting; None = those that the
                 settings name are imported.
-        Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
-            router's loss for a model without one;
+        Raises: SettingsError for a level, or a watched tool, that the environment does not have, a KL term without a
+            reference, or a router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
         check_models(settings, model, reference_model, teacher)
@@ -109,6 +109,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.evaluator = evaluator
         self._evaluated: dict[str, float] = {}  # by the newest evaluation, for the curriculum's next observation
         self._watched = watched_names(settings, environment.levels)
+        self._tools = tuple(environment.tools.tools)
+        check_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
@@ -151,7 +153,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         rng = self._generator()
         played, self.groups, metrics = self._play_and_score(rng)
         playing = metrics["perf/rollout_seconds"]
-        metrics |= rollout_metrics(played, with_success=self.environment.knows_success)
+        metrics |= rollout_metrics(played, with_success=self.environment.knows_success, tools=self._tools)
         rollouts = [rollout for group in played for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         if self.server is not None:

@@ -2,8 +2,9 @@
 
     python -m claimed.memory FOLDER ARM SEED     one measurement in a process of its own, as JSON
 
-A Llama of 26M parameters, rows of 256 tokens, 8 of them a step, float32, one thread. Memory is the peak of resident
-memory over three steps, less what the process held with the model loaded. Time is the processor's, of the last two.
+A Llama of 26M parameters, rows of about 240 tokens, 8 of them a step, float32, one thread. Memory is the peak of
+resident memory over three steps, less what the process held with the model loaded. Time is the processor's, of the last
+two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ARMS = {
     "LoRA, rank 8": (True, False),
     "LoRA, rank 8, checkpointing": (True, True),
 }
-ROWS, TOKENS = 8, 256
+ROWS, TOKENS, WORDS = 8, 256, 60  # of a row: its longest is that many tokens, numbers of up to three digits
 STATUS = Path("/proc/self/status")
 
 
@@ -86,7 +87,7 @@ def measure(folder, arm, seed):
     rng = random.Random(seed)
     rows = []
     for _ in range(ROWS * 3):
-        words = " ".join(str(rng.randrange(1000)) for _ in range(70))
+        words = " ".join(str(rng.randrange(1000)) for _ in range(WORDS))
         rows.append({"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": words}]})
     lora = LoraSettings(rank=8, alpha=16, target_modules="all-linear") if has_lora else None
     policy = rl_core.load_policy(ModelSettings(path=folder, lora=lora, device="cpu"))

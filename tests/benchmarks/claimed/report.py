@@ -122,7 +122,7 @@ def memory_table(results: Results, seeds: int) -> list[str]:
     if not found:
         return []
     lines = [
-        "## memory: an optimizer step of 26M parameters, 8 rows of 256 tokens", "",
+        "## memory: an optimizer step of 26M parameters, 8 rows of about 240 tokens", "",
         "| arm | trained weights | peak above the loaded model, MB [95%] | processor s of a step [95%] |",
         "|---|---|---|---|",
     ]  # fmt: skip

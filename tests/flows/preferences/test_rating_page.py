@@ -10,7 +10,7 @@ from rl_core.data.records import read_preferences
 
 pytestmark = pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here")
 
-CODES = {"Enter": ("Enter", 13), "Escape": ("Escape", 27), "Tab": ("Tab", 9)}
+CODES = {"Enter": ("Enter", 13), "Escape": ("Escape", 27), "ArrowRight": ("ArrowRight", 39)}
 
 
 def press(page, *keys):
@@ -55,6 +55,11 @@ def test_by_keyboard_alone(tmp_path):
         rated(page, 5)
         press(page, "u")
         rated(page, 4)
+        page.run("document.querySelector('#reasons button').focus()")
+        press(page, "ArrowRight", "ArrowRight")  # among the reasons, not the right answer
+        assert page.run("document.activeElement.getAttribute('aria-checked')") == "true"
+        assert page.run("document.activeElement.textContent") == room.settings.reasons[2]
+        rated(page, 4)
         press(page, "0")
         rated(page, 5)
         while page.run("document.getElementById('done').hidden"):
@@ -67,6 +72,7 @@ def test_by_keyboard_alone(tmp_path):
         }
     ratings = list(room.journal)
     assert [one.choice for one in ratings[2:5]] == ["tie", "both_bad", "tie"] and len(ratings) == 8
+    assert ratings[4].reason == room.settings.reasons[2]
     assert ratings[1].comment == "why" and ratings[1].reason == room.settings.reasons[1]
     assert [ratings[0].choice, ratings[1].choice] == [
         "first" if ratings[0].left == 0 else "second",

@@ -4,12 +4,14 @@ import json
 import threading
 
 import pytest
-from helpers.rating import TOKEN, room_of
+from helpers.rating import TOKEN, items, room_of
 from starlette.testclient import TestClient
 
+from flows.preferences.rating_room import RatingRoom
 from flows.preferences.rating_routes import make_rating_app
 from rl_core.data.records import read_preferences
 from rl_core.errors import CheckpointError
+from rl_core.settings import RatingSettings
 
 
 class Page:
@@ -131,7 +133,37 @@ def test_scores_and_thumbs(tmp_path, ask, score, wrong):
     page.rate(shown, score=score)
     room.write()
     (row,) = read_preferences(room.rows_file).rows
-    assert row["score"] == score and room.rows_file.name == "scores.jsonl"
+    assert row["score"] == score and room.rows_file.name == f"{ask}.jsonl"
+
+
+def test_kinds_of_questions_are_kept_apart_in_one_folder(tmp_path):
+    """Pairs, then scores, then thumbs: no count, undo, agreement or data file holds those of another kind."""
+    both = [*items(4), *items(4, answers=1)]
+    for ask, given in (("pairs", {"choice": "left"}), ("scores", {"score": 5}), ("thumbs", {"score": 1})):
+        room = RatingRoom(tmp_path, both, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
+        page = Page(room)
+        shown = page.ask("question")
+        assert shown["rated"] == 0 and shown["items"] == 4
+        assert page.ask("undo")["undone"] is None
+        page.rate(shown, **given)
+        room.write()
+    for ask, key in (("pairs", "chosen"), ("scores", "score"), ("thumbs", "score")):
+        room = RatingRoom(tmp_path, both, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
+        assert len(room.journal) == 1
+        (row,) = read_preferences(room.rows_file).rows
+        assert key in row
+
+
+def test_undo_of_a_rating_whose_item_is_gone(tmp_path):
+    page = Page(room_of(tmp_path, count=3))
+    page.rate(page.ask("question"), choice="left", comment="kept")
+    rated = next(iter(page.room.journal)).item
+    rest = [item for item in items(3) if item.id != rated]
+    page = Page(RatingRoom(tmp_path, rest, RatingSettings(overlap=0.5, repeat=0.0)))
+    back = page.ask("undo")
+    assert back["undone"] == {"comment": "kept", "reason": ""} and back["rated"] == 0
+    assert back["question"]["item"] in {item.id for item in rest}
+    assert page.rate(back, choice="left")["rated"] == 1
 
 
 def test_agreement_of_two_people(tmp_path):

@@ -7,9 +7,9 @@ from helpers.serving import make_folder_of_model
 
 from flows.preferences.sampled_answers import find_models, sampled_items
 from flows.serving.served_model import NoChampion
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.settings import RatingSettings, SamplingSettings
-from tasks.config import from_dict
+from tasks.config import ConfigError, from_dict
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,15 @@ def test_two_rollouts_of_one_model_to_each_training_episode(model, tmp_path):
     assert [dataclasses.asdict(item) for item in items_of(model, tmp_path, 1, [])] == [
         dataclasses.asdict(i) for i in items
     ]
+
+
+def test_of_chosen_levels(model, tmp_path):
+    assert {item.about["level"] for item in items_of(model, tmp_path, 1, [], levels=("medium",))} == {"medium"}
+    with pytest.raises(SettingsError, match="mediun"):
+        items_of(model, tmp_path, 1, [], levels=("mediun",))
+    values = {"name": "x", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}, "prefer": {"levels": ["esy"]}}
+    with pytest.raises(ConfigError, match="did you mean 'easy'"):
+        from_dict(values)
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(model, tmp_path):

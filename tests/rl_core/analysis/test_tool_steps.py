@@ -56,3 +56,5 @@ def test_while_training():
         "tool/share/look": 3 / 5,
         "tool/share/zoom": 1 / 5,  # names that are no metric's have none
     }
+    assert conduct_metrics(rollouts, ["look", "mark"]) == {**found, "tool/share/mark": 0.0}
+    assert "tool/share/mark" not in conduct_metrics([played(ANSWER)], ["look", "mark"])  # of no call there is no share

@@ -10,7 +10,7 @@ from helpers.vector_worlds import walkers
 
 from rl_core.errors import DataError
 from rl_core.networks.network_update import NetworkUpdate, adapted_rate_scale, policy_logprobs, whitened
-from rl_core.networks.paired_layers import paired_layers
+from rl_core.networks.paired_layers import paired_layers, single_layers
 from rl_core.networks.trainer import NetworkTrainer
 from rl_core.settings import NetworkSettings
 
@@ -130,6 +130,17 @@ def test_both_networks_together_are_each_by_itself():
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"activation": "relu", "hidden": ()}, {"hidden": (8, 5, 8)}], ids=str)
+def test_one_network_without_its_modules_gives_the_same_bits(options):
+    model = trainer(**options).model
+    observations = torch.randn(7, model.shape.observation_size, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert torch.equal(model.act(observations), model.policy(observations).argmax(-1))
+        assert torch.equal(model.values(observations), model.value(observations))
+        found = single_layers(observations, tuple(model.policy.layers.parameters()), model.shape.activation)
+        assert torch.equal(found, model.policy(observations))
+
+
 def test_the_size_of_a_micro_batch_changes_rounding_alone():
     whole, cut = collected(minibatches=1), collected(minibatches=1, micro_batch_tokens=10)
     found = [
@@ -144,12 +155,14 @@ def test_the_size_of_a_micro_batch_changes_rounding_alone():
 
 def test_advantages_are_normalised_over_what_is_said():
     A = torch.tensor([1.0, 2.0, 6.0, -3.0])
-    np.testing.assert_allclose(whitened(A), (A.numpy() - 1.5) / A.double().numpy().std(ddof=1), rtol=1e-6)
+    np.testing.assert_allclose(
+        whitened(A[:, None])[:, 0], (A.numpy() - 1.5) / A.double().numpy().std(ddof=1), rtol=1e-6
+    )
     seen = {}
     for kind in ("none", "iteration", "minibatch"):
         made = collected(normalise_advantages=kind, epochs=1, minibatches=2)
         update, parts = NetworkUpdate(made.model, made.optimizer_step, made.settings, made._buffers), []
-        update._step = lambda rows, parts=parts: parts.append(rows.advantages_M) or {"train/loss": 0.0}
+        update._step = lambda rows, parts=parts: parts.append(rows.advantages_M1) or {"train/loss": 0.0}
         update.run(np.random.default_rng(0))
         seen[kind] = parts
     assert [float(part.mean()) for part in seen["minibatch"]] == pytest.approx([0, 0], abs=1e-6)
@@ -163,7 +176,7 @@ def test_the_rewards_scale_is_that_of_learning_alone():
     one, half = collected(normalise_advantages="none"), collected(normalise_advantages="none", reward_scale=0.5)
     rows = [NetworkUpdate(x.model, x.optimizer_step, x.settings, x._buffers)._rows() for x in (one, half)]
     assert np.array_equal(one._buffers[0].rewards, half._buffers[0].rewards)
-    assert not torch.allclose(rows[0].targets_M, rows[1].targets_M)
+    assert not torch.allclose(rows[0].targets_M1, rows[1].targets_M1)
 
 
 def test_the_adapted_learning_rate_by_hand():
@@ -195,15 +208,15 @@ def test_vtrace_of_fresh_steps_is_gae_and_of_old_ones_is_corrected():
         return NetworkUpdate(made.model, made.optimizer_step, made.settings, made._buffers)._rows()
 
     fresh = rows(vtrace)
-    torch.testing.assert_close(rows(gae).advantages_M, fresh.advantages_M, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows(gae).advantages_M1, fresh.advantages_M1, rtol=1e-4, atol=1e-4)
     vtrace._buffers[0].behaviour_logprobs_M += 1.0  # the steps were e times as likely: ratios of 1 / e
     old = rows(vtrace)
-    assert torch.equal(old.old_logprobs_M, fresh.old_logprobs_M)
+    assert torch.equal(old.old_logprobs_M1, fresh.old_logprobs_M1)
     parts = vtrace._buffers[0].parts()
-    values, rewards = old.values_M, vtrace._buffers[0].flat("rewards")
+    values, rewards = old.values_M1[:, 0], vtrace._buffers[0].flat("rewards")
     last, ratio = parts.last_E[-1], np.exp(-1.0)  # of the last part: rho (r + gamma V' - V), with nothing behind it
     after = vtrace.model.values(vtrace._buffers[0].flat("after")[last][None])[0]
     alive = 1.0 - float(vtrace._buffers[0].flat("terminated")[last])
     delta = rewards[last] + vtrace.settings.gamma * alive * after - values[last]
-    assert float(old.advantages_M[last]) == pytest.approx(float(ratio * delta), rel=1e-4)
-    assert float(old.targets_M[last]) == pytest.approx(float(values[last] + ratio * delta), rel=1e-4)
+    assert float(old.advantages_M1[last]) == pytest.approx(float(ratio * delta), rel=1e-4)
+    assert float(old.targets_M1[last]) == pytest.approx(float(values[last] + ratio * delta), rel=1e-4)

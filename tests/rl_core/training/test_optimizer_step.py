@@ -143,6 +143,10 @@ def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
     metrics = optimizer_step.apply([batch], lambda b: (model(b.x).sum(), {}))
     assert metrics["train/grad_norm"] == pytest.approx(5.0)  # before clipping
     torch.testing.assert_close(seen[0], torch.tensor([[0.6, -0.8]]))
+    for size, expected in ((1.001, 1.0), (0.995, 0.995), (0.5, 0.5)):  # the gradient's norm, and what is left of it
+        small = Rows(torch.tensor([[0.6, -0.8]]) * size, torch.tensor([0.0]), [0])
+        optimizer_step.apply([small], lambda b: (model(b.x).sum(), {}))
+        assert float(seen[-1].norm()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_decay_on_matrices_only():

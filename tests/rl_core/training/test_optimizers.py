@@ -11,7 +11,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings, OptimizerSettings
 from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.training.optimizers import hidden_matrices
+from rl_core.training.optimizers import build_optimizer, hidden_matrices, step_adamw
 from rl_core.types import TrainBatch
 
 HIDDEN = {
@@ -58,6 +58,31 @@ def seen_by_optimizer(optimizer_step, monkeypatch):
         optimizer_step.optimizer, "step", lambda: seen.append(float(next(optimizer_step.model.parameters()).grad))
     )
     return seen
+
+
+# AdamW
+
+
+def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
+    models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    settings = OptimizerSettings(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, warmup_steps=0)
+    quick, plain = (build_optimizer(model, dict(model.named_parameters()), settings) for model in models)
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(5):
+        for place, (one, other) in enumerate(zip(models[0].parameters(), models[1].parameters(), strict=True)):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+            if turn == 3 and place == 2:
+                one.grad = other.grad = None  # a weight that had no part in the loss
+        for optimizer in (quick, plain):
+            optimizer.param_groups[1]["lr"] = 0.1 / (1 + turn)
+        step_adamw(quick)
+        plain.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        for name, value in quick.state[one].items():
+            assert torch.equal(value, plain.state[other][name])
 
 
 # Muon

@@ -182,6 +182,15 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
         assert find_waste(from_dict({"name": "x", "stages": without}, check_files=False)) == []
 
 
+def test_an_alert_on_a_metric_that_nothing_logs_is_a_warning():
+    known = ("policy/ref_kl", "reward/alarm", "online/paused", "eval/success_rate_by_level/hard", "tool/share/look")
+    alerts = {**dict.fromkeys(known, "> 0.5"), "policy/reff_kl": "> 0.5"}
+    values = {"name": "x", "stages": {"sft": {}}, "tracking": {"alerts": alerts}}
+    (found,) = find_waste(from_dict(values, check_files=False))
+    assert found.key == ("tracking", "alerts", "policy/reff_kl")
+    assert found.text == "no stage logs a metric of this name; did you mean 'policy/ref_kl'?"
+
+
 def test_weights_of_a_curriculum_stage():
     def problems(rewards, weights):
         return policy_problems(rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}])
@@ -416,6 +425,14 @@ def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
     assert said("eval/success_rate", eval_every=2) == ""
     assert "it needs kl_coef above 0" in said("policy/ref_kl") and said("policy/ref_kl", kl_coef=0.1) == ""
     assert "it needs a critic" in said("value/loss") and said("value/loss", algorithm="ppo") == ""
+    weighted = {"rewards": {"task": 1.0, "tool_use": 0.1, "mine.py:score": 0.5}}
+    for metric in ("reward/tool_use/misused_turns", "reward/mine.py.score/parts", "reward/masked_rate"):
+        assert said(metric, **weighted) == "" and said(metric) != "", metric
+    assert "has no tool 'zom'; did you mean 'zoom'?" in said("tool/share/zom")
+    for metric in ("tool/share/zoom", "reward/alarm", "reward/correlation/total", "train/failed_rate"):
+        assert said(metric) == "", metric
+    assert said("eval/success_rate_by_level/easy", eval_every=2) == "" != said("eval/success_rate_by_level/easy")
+    assert "measured by a clock" in said("perf/rollout_seconds")
     text = said("success_rate_ma100")
     assert "write metric: success_rate and window: 100" in text
     late = policy_problems(early_stop=condition(metric="eval/success_rate", window=30), eval_every=20)
