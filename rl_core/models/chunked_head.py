@@ -197,7 +197,7 @@ def _with_factors(spans: Sequence[AdapterSpan], factors: Sequence[torch.Tensor])
 
 
 def _within(spans: Sequence[AdapterSpan], start: int, stop: int) -> list[AdapterSpan]:
-    """What of them lies in a chunk, by the places there."""
+    """Spans and parts of spans that lie in a chunk, by the places there."""
     return [
         replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
         for span in spans

@@ -176,7 +176,7 @@ def mixed_requests():
 @needs_compiled_code
 @pytest.mark.parametrize("chunk", [10_000, 60, 20], ids=["one product", "some together", "chunks"])
 def test_runs_that_share_the_head_get_the_bits_of_a_run_alone(base_folder, monkeypatch, chunk):
-    """Where the tokens of all fit into one chunk of the head, of some, and where a run has chunks of its own."""
+    """The tokens of all fit into one chunk of the head; those of some; a run has chunks of its own."""
     sizes = []
     original = batched_pass.selected_logprobs
 
