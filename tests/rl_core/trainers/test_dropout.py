@@ -266,7 +266,9 @@ def test_activations_computed_again_are_without_dropout_too(make):
                 if getattr(module, "gradient_checkpointing", False):
                     original = module._gradient_checkpointing_func
                     module._gradient_checkpointing_func = lambda *a, f=original, **k: calls.append(1) or f(*a, **k)
-        step._optimize = lambda norm: gradients.extend(m.grad.clone() for m in step.master_weights.masters.values())
+        step._optimize = lambda norm, size: gradients.extend(
+            m.grad.clone() for m in step.master_weights.masters.values()
+        )
         before = vars(model.config).copy(), [module.training for module in model.modules()]
         step.apply([batch], lambda batch: (-completion_logprobs(model, batch)[0].sum() / 10, {}))
         assert before == (vars(model.config), [module.training for module in model.modules()])
