@@ -20,7 +20,7 @@ from rl_core import environments
 from rl_core.data.chat import ChatRenderer
 
 LEVEL, CONTEXT = "easy", 192
-PROMPTS, GROUP_SIZE, ITERATIONS, MAX_TURNS, MAX_TOKENS = 8, 8, 30, 4, 12
+PROMPTS, GROUP_SIZE, ITERATIONS, MAX_TURNS, MAX_TOKENS = 20, 8, 30, 4, 12
 LEARNING_RATE = 1e-3
 
 
