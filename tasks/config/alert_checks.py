@@ -26,7 +26,6 @@ def unlogged_alerts(settings: PipelineSettings) -> Iterator[Problem]:
     for alert in settings.tracking.alerts:
         is_known = alert.startswith("online/") or any(pattern.fullmatch(alert) for pattern in patterns)
         if not is_known and (policy is None or watched_range(alert, policy) is None):
-            plain = [name for name in names if "{" not in name]
             yield Problem(
                 ("tracking", "alerts", alert), f"no stage logs a metric of this name; {nearest(alert, plain)}"
             )

@@ -3,6 +3,7 @@
 import argparse
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.serving import make_folder_of_model, running_server
@@ -14,6 +15,7 @@ from flows.operations.database import Databases
 from flows.operations.services import services
 from flows.operations.state import Options
 from flows.runtime.access_token import token_of
+from flows.serving.chat_routes import _of_one_version
 from flows.serving.model_watch import ModelWatch
 from flows.serving.served_model import ModelPlace, NoChampion
 from rl_core.errors import SettingsError
@@ -101,3 +103,11 @@ def test_up_serves_a_pipeline_that_says_so(tmp_path):
     assert [spec.name for spec in specs] == ["mlflow", "prefect", "worker", "serve"]
     assert specs[-1].port == 9002 and specs[-1].needs == "mlflow" and "--wait" in specs[-1].command
     assert "serve" not in [spec.name for spec in services(tmp_path, Options(), Databases())]
+
+
+def test_a_vote_counts_the_samples_of_the_version_that_answers_by_now():
+    """After a rollback that is a smaller number than the one that the first samples were drawn from."""
+    drawn = [SimpleNamespace(policy_version=version) for version in (16, 16, 8, 8, 8)]
+    assert _of_one_version(drawn) == drawn[2:]
+    rising = [SimpleNamespace(policy_version=version) for version in (8, 16)]
+    assert _of_one_version(rising) == rising[1:]
