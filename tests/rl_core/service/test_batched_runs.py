@@ -214,7 +214,8 @@ def test_gradients_add_up_over_requests_and_parts(base_folder):
     whole.forward_backward([loss_request("a", data)])
     answers = parts.forward_backward([loss_request("a", data[:2]), loss_request("a", data[2:])])
     for name, gradient in whole.state_dict("a")["gradient"].items():
-        assert torch.allclose(gradient, parts.state_dict("a")["gradient"][name], atol=2e-6), name
+        error = (gradient - parts.state_dict("a")["gradient"][name]).abs().max() / gradient.abs().max()
+        assert float(error) < 2e-6, name  # of the largest number: sums of another order round anew
     assert [len(answer.outputs) for answer in answers] == [2, 4]
 
 
