@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         OnlineDriftSettings,
         OnlineGateSettings,
         OnlineLabelSettings,
+        OnlineRolloutSettings,
         OnlineServiceSettings,
         OnlineSettings,
         OnlineUpdateSettings,
@@ -287,6 +288,7 @@ __all__ = [
     "OnlineDriftSettings",
     "OnlineGateSettings",
     "OnlineLabelSettings",
+    "OnlineRolloutSettings",
     "OnlineServiceSettings",
     "OnlineSettings",
     "OnlineUpdateSettings",
@@ -333,7 +335,7 @@ _HOME = {
         "RolloutServerSettings RolloutSettings SFTSettings "
         "SamplingSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
-        "OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
+        "OnlineRolloutSettings OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flows.serving.chat_prompts import PromptMaker, ReadAnswer
-from flows.serving.text_stream import TextStream, cut_at_stop
+from flows.serving.text_stream import TextStream
 from rl_core.environments.tools import Toolset
 from rl_core.inference.served_requests import AnswerSequence, ServedRequest, TopTokens
+from rl_core.inference.stop_texts import cut_at_stop
 from rl_core.types import Conversation
 
 __all__ = ["AnswerForm", "finish_reason"]

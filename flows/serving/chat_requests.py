@@ -13,10 +13,10 @@ from flows.serving.chat_bodies import ChatBody
 from flows.serving.chat_server import ChatServer
 from flows.serving.environment_sessions import Session
 from flows.serving.refused import RefusedRequest
-from flows.serving.text_stream import stop_test
 from rl_core.environments.tools import Toolset
 from rl_core.inference.sampling import RolloutSequence, sequence_seed
 from rl_core.inference.served_requests import AnswerSequence, ServedRequest
+from rl_core.inference.stop_texts import stop_test
 from rl_core.settings import SamplingSettings
 from rl_core.types import Conversation
 

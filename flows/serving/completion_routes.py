@@ -19,9 +19,9 @@ from flows.serving.chat_server import ChatServer
 from flows.serving.completion_bodies import CompletionBody
 from flows.serving.refused import RefusedRequest
 from flows.serving.rollout_orders import RolloutOrders
-from flows.serving.text_stream import cut_at_stop, stop_test
 from rl_core.inference.sampling import sequence_seed
 from rl_core.inference.served_requests import AnswerSequence, ServedRequest
+from rl_core.inference.stop_texts import cut_at_stop, stop_test
 from rl_core.settings import SamplingSettings
 
 __all__ = ["completions"]

@@ -22,6 +22,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.models import causal_lm, heads
 from rl_core.models.turn_states import turn_states
+from rl_core.online.fresh_rollouts import FreshRollouts
 from rl_core.online.labelled_rewards import ExperienceScorer
 from rl_core.online.served_experience import CHAT
 from rl_core.online.update_audit import UpdateAudit
@@ -65,12 +66,16 @@ def assemble_worker(
         raise SettingsError("model.path: its tokenizer has no padding token, which batches need")
     embed = functools.partial(turn_states, policy.model, pad_id=pad_id)
     learner = GuardedLearner(policy.model, settings.update, WeightSnapshots(folder / SNAPSHOTS), pad_id=pad_id)
+    rollouts = None
+    if settings.rollouts.samples:
+        rollouts = FreshRollouts(policy, environment, settings.rollouts, seed=settings.seed)
     return UpdateWorker(
         folder / CHECKPOINTS,
         log if log is not None else folder / BUFFER,
         learner,
         ExperienceScorer(rewards, environment, embed=embed),
         settings,
+        rollouts=rollouts,
         vocab_size=int(policy.model.config.get_text_config().vocab_size),
         audit=audit,
         fingerprint=_fingerprint(settings),
@@ -96,7 +101,7 @@ def _fingerprint(settings: OnlineSettings) -> dict[str, Any]:
     """Settings by block, and the starting model's bytes: a checkpoint of others is refused."""
     found: dict[str, Any] = {}
     for name, value in dataclasses.asdict(settings).items():
-        if name not in _FREE and name != "model":
+        if name not in _FREE and name != "model" and not (name == "rollouts" and not settings.rollouts.samples):
             found[name] = value if isinstance(value, int | float | str | None) else _digest(value)
     model = dataclasses.asdict(settings.model)
     path = model.pop("path")

@@ -18,7 +18,7 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_core.online.experience import Experience
-from rl_core.online.labels import Label
+from rl_core.online.labels import Label, LabelSource
 from rl_core.online.sum_tree import SumTree
 from rl_core.settings import OnlineBufferSettings
 
@@ -139,6 +139,14 @@ class ExperienceBuffer:
         slot = self.slot_of[request_id]
         self.slots[slot].label = label
         self._set_error(slot, self.largest_error)
+
+    def drop_labels(self, source: LabelSource) -> int:
+        """Take the labels of a source back; returns how many there were. Those experiences wait for another label."""
+        slots = [s for s, kept in self.slots.items() if kept.label is not None and kept.label.source == source]
+        for slot in slots:
+            self.slots[slot].label = None
+            self.tree.set(slot, 0.0)
+        return len(slots)
 
     def draw(self, count: int, beta: float, rng: np.random.Generator) -> Draw:
         """`count` experiences, one from each of `count` equal parts of the total priority.

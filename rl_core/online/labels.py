@@ -138,6 +138,11 @@ class PseudoLabelPrecision:
             self.agreed -= verdict
             self.disagreed -= not verdict
 
+    def is_at_least(self, share: float) -> bool:
+        """False = the upper bound of the 95% Wilson interval of the precision lies below `share`."""
+        count = self.agreed + self.disagreed
+        return not count or wilson_interval(self.agreed, count)[1] >= share
+
     def metrics(self) -> dict[str, float]:
         """online/pseudo_label_precision with its 95% Wilson interval, and the number of pairs; {} without a pair."""
         count = self.agreed + self.disagreed

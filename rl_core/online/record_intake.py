@@ -39,6 +39,7 @@ class RecordIntake:
         self.buffer = ExperienceBuffer(settings.buffer)
         self.drift = DriftMonitor(settings.drift)
         self.precision = PseudoLabelPrecision()
+        self.trusts_consensus = settings.labels.use_consensus  # False = pseudo-labels are measured alone
         self.counts: Counter[str] = Counter()
         self.records = 0  # answers and labels read so far
         self.read_bytes = 0  # of all records read so far
@@ -93,7 +94,7 @@ class RecordIntake:
 
     def _first_label(self, experience: Experience) -> Label | None:
         labels = self.settings.labels
-        found = self._consensus(experience) if labels.use_consensus else None
+        found = self._consensus(experience) if self.trusts_consensus else None
         if found is not None:
             self.counts["pseudo_labels"] += 1
             return found
@@ -127,6 +128,7 @@ class RecordIntake:
         if consensus is not None:
             self.precision.take_back(kept.agreed)
             kept.agreed = self.precision.observe(consensus, label)
+            self._review_trust()
         if kept.label is not None and kept.label.source == "feedback":
             return  # one who says it again and again is no change of the traffic
         given = kept.experience.vote.answer
@@ -135,9 +137,25 @@ class RecordIntake:
         elif label.score is not None:
             self.observe("success", max(0.0, label.score))
 
+    def _review_trust(self) -> None:
+        """Take back the pseudo-labels once feedback has shown that too few are right; later ones count again."""
+        labels = self.settings.labels
+        trusts = labels.use_consensus and self.precision.is_at_least(labels.min_precision)
+        if self.trusts_consensus and not trusts:
+            taken_back = self.buffer.drop_labels("consensus")
+            self.counts["pseudo_labels_taken_back"] += taken_back
+            agreed, checked = self.precision.agreed, self.precision.agreed + self.precision.disagreed
+            logger.warning(
+                "pseudo-labels are not learned from any more: feedback confirmed %d of %d (labels.min_precision %g); "
+                "%d in the buffer are taken back", agreed, checked, labels.min_precision, taken_back,
+            )  # fmt: skip
+        elif trusts and not self.trusts_consensus:
+            logger.warning("pseudo-labels are learned from again: feedback confirms enough of them")
+        self.trusts_consensus = trusts
+
     def metrics(self) -> dict[str, float]:
         """Records, counts, and the numbers of the buffer, the alarms and the pseudo-labels."""
-        found = {"online/records": float(self.records)}
+        found = {"online/records": float(self.records), "online/trusts_consensus": float(self.trusts_consensus)}
         found |= {f"online/count/{name}": float(count) for name, count in sorted(self.counts.items())}
         return found | self.buffer.metrics() | self.drift.metrics() | self.precision.metrics()
 
@@ -147,6 +165,7 @@ class RecordIntake:
             "buffer": self.buffer.state_dict(),
             "drift": self.drift.state_dict(),
             "precision": [self.precision.agreed, self.precision.disagreed],
+            "trusts_consensus": self.trusts_consensus,
             "counts": dict(self.counts),
             "records": self.records,
             "read_bytes": self.read_bytes,
@@ -157,6 +176,7 @@ class RecordIntake:
         """Inverse of `state_dict`. Args: experiences: of the buffer, by record number. Raises: DataError."""
         self.drift.load_state_dict(state["drift"])
         self.precision.agreed, self.precision.disagreed = (int(count) for count in state["precision"])
+        self.trusts_consensus = bool(state.get("trusts_consensus", self.settings.labels.use_consensus))
         self.counts.clear()
         self.counts.update(state["counts"])
         self.records, self.read_bytes = int(state["records"]), int(state["read_bytes"])

@@ -18,7 +18,7 @@ from rl_core.settings import VotingSettings
 from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Rollout, StopReason, Trajectory, Turn
 
-__all__ = ["CHAT", "answer_ballot", "count_votes", "served_experience"]
+__all__ = ["CHAT", "answer_ballot", "count_votes", "served_experience", "served_rollout"]
 
 CHAT = "chat"  # environment and level of a conversation that no environment plays
 
@@ -66,7 +66,7 @@ def served_experience(answers: Sequence[ServedAnswer], settings: VotingSettings,
         raise DataError(f"answers: {len(answers)} of one request are needed")
     first = answers[0]
     outcome = count_votes([answer_ballot(answer) for answer in answers], settings, first.max_votes or len(answers))
-    rollouts = tuple(_rollout(answer) for answer in answers)
+    rollouts = tuple(served_rollout(answer) for answer in answers)
     recorded = tuple(_recorded(answer.top, rollout) for answer, rollout in zip(answers, rollouts, strict=True))
     return Experience(
         first.answer_id, _caller_name(first.caller), time, rollouts, outcome, recorded,
@@ -81,7 +81,7 @@ def _caller_name(caller: str) -> str:
     return caller or "anonymous"
 
 
-def _rollout(answer: ServedAnswer) -> Rollout:
+def served_rollout(answer: ServedAnswer) -> Rollout:
     """The session's rollout, or that of a conversation of one turn."""
     if answer.rollout is not None:
         return answer.rollout

@@ -57,6 +57,7 @@ def contribution_record(report: UpdateReport, task: UpdateTask | None, seconds: 
                 "number": item.kept.number,
                 "policy_version": item.kept.experience.policy_version,
                 "importance_weight": item.weight,
+                "is_fresh": item.experience is not item.kept.experience,
                 "label": {"source": item.label.source, "kind": item.label.kind, "confidence": item.label.confidence},
                 "rewards": item.rewards.to_json(),
                 "advantages": item.advantages_R.tolist(),

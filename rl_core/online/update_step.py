@@ -193,7 +193,7 @@ class GuardedLearner:
         advantages: list[float] = []
         versions, recorded = [], []
         for item in task.items:
-            experience = item.kept.experience
+            experience = item.experience
             for index, rollout in enumerate(experience.rollouts):
                 if item.rewards.is_known_R[index]:
                     rows.append(train_row(rollout))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rl_core.errors import DataError
 from rl_core.losses.advantages import GroupMethod, group_advantages
+from rl_core.online.experience import Experience
 from rl_core.online.experience_buffer import KeptExperience
 from rl_core.online.labelled_rewards import RewardTable
 from rl_core.online.labels import Label
@@ -86,6 +87,7 @@ class ScoredExperience:
     """An experience of an update with its rewards."""
 
     kept: KeptExperience
+    experience: Experience  # that is learned from: the recorded one, or one with fresh rollouts
     label: Label  # as it was for this update; a better one may come
     weight: float  # importance weight of its draw
     rewards: RewardTable

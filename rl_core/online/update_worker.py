@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from rl_core.errors import CheckpointError, DataError
+from rl_core.online.experience import Experience
 from rl_core.online.experience_buffer import KeptExperience, sampling_beta
 from rl_core.online.experience_log import LogReader, LogRecord, oldest_number
+from rl_core.online.fresh_rollouts import FreshRollouts
 from rl_core.online.labelled_rewards import ExperienceScorer, RewardTable
 from rl_core.online.record_intake import RecordIntake
 from rl_core.online.update_audit import UpdateAudit
@@ -56,6 +58,7 @@ class UpdateWorker:
         settings: OnlineSettings,
         *,
         vocab_size: int,
+        rollouts: FreshRollouts | None = None,
         audit: UpdateAudit | None = None,
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
@@ -63,12 +66,13 @@ class UpdateWorker:
 
         Args:
             folder: of the checkpoints. log: of the experience log, which another process may write.
+            rollouts: sampler of fresh answers; None = the recorded ones are learned from.
             fingerprint: of settings and starting model; a checkpoint of another one is refused.
         """
         self.store = CheckpointStore(folder)
         self.log = Path(log)
         self.learner, self.scorer, self.settings = learner, scorer, settings
-        self.audit = audit
+        self.rollouts, self.audit = rollouts, audit
         self.fingerprint = dict(fingerprint or {})
         self.intake = RecordIntake(settings, vocab_size, on_alarm=self._alarm, on_order=self._take_order)
         self.buffer, self.drift = self.intake.buffer, self.intake.drift
@@ -227,11 +231,13 @@ class UpdateWorker:
         beta = sampling_beta(number - 1, start=buffer.beta_start, updates=buffer.beta_updates)
         drawn = self.buffer.draw(settings.batch_size, beta, rng)
         different = {kept.number: kept for kept in drawn.kept}
-        pairs = [(kept.experience, kept.label) for kept in different.values() if kept.label is not None]
+        fresh = self.rollouts.sample(list(different.values()), number, self.live) if self.rollouts is not None else {}
+        learned = {kept.number: fresh.get(kept.number, kept.experience) for kept in drawn.kept}
+        pairs = [(learned[kept.number], kept.label) for kept in different.values() if kept.label is not None]
         tables = dict(zip(different, self.scorer.score(pairs), strict=True))
         items = []
         for kept, weight in zip(drawn.kept, drawn.weights, strict=True):
-            item = self._scored(kept, weight, tables[kept.number])
+            item = self._scored(kept, learned[kept.number], weight, tables[kept.number])
             items += [item] if item is not None else []
         self._note_signals(different.values(), tables)
         for number_of, found in tables.items():
@@ -245,7 +251,9 @@ class UpdateWorker:
         )
         return UpdateTask(number, tuple(items), rate, self.learner.kl_coef)
 
-    def _scored(self, kept: KeptExperience, weight: float, found: RewardTable | str) -> ScoredExperience | None:
+    def _scored(
+        self, kept: KeptExperience, experience: Experience, weight: float, found: RewardTable | str
+    ) -> ScoredExperience | None:
         if isinstance(found, str) or kept.label is None:
             self.buffer.learned(kept.experience.request_id, 0.0)
             return None
@@ -255,7 +263,7 @@ class UpdateWorker:
             self.baseline.value(kept.experience.place),
             self.settings.update.algorithm,
         )
-        return ScoredExperience(kept, kept.label, weight, found, advantages_R, errors_R)
+        return ScoredExperience(kept, experience, kept.label, weight, found, advantages_R, errors_R)
 
     def _note_signals(self, drawn: Iterable[KeptExperience], tables: Mapping[int, RewardTable | str]) -> None:
         """Signals of the experiences that are learned from for the first time."""
@@ -334,4 +342,6 @@ class UpdateWorker:
         for signal, value in self.signals:
             if signal == "champion_kl":
                 found["online/champion_kl"] = value * self.settings.drift.max_champion_kl
+        if self.rollouts is not None:
+            found |= self.rollouts.metrics()
         return found | self.learner.metrics() | self.intake.metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from rl_core.models.trainable_weights import load_trainable_weights, trainable_w
 from rl_core.online.experience import Experience
 from rl_core.online.experience_buffer import ExperienceBuffer
 from rl_core.online.experience_log import LogReader, segments
+from rl_core.online.fresh_rollouts import FreshRollouts
 from rl_core.online.labelled_rewards import ExperienceScorer
 from rl_core.online.record_intake import RecordIntake, record_digest
 from rl_core.online.update_step import GuardedLearner
@@ -37,6 +39,7 @@ class CheckpointedWorker(Protocol):
     intake: RecordIntake
     buffer: ExperienceBuffer
     baseline: RunningBaseline
+    rollouts: FreshRollouts | None
     reader: LogReader
     updates: int
     served: int
@@ -79,6 +82,7 @@ def worker_state(worker: CheckpointedWorker) -> dict[str, Any]:
         **{name: getattr(worker, name) for name in _PLAIN},
         "intake": worker.intake.state_dict(),
         "baseline": worker.baseline.state_dict(),
+        "fresh": dict(worker.rollouts.counts) if worker.rollouts is not None else {},
         "last_record": worker.reader.last,
         "referenced": sorted(worker.referenced),
         "needed": worker.needed,
@@ -96,6 +100,8 @@ def restore(worker: CheckpointedWorker, state: Mapping[str, Any]) -> bool:
     worker.learner.load_state_dict(state["learner"])
     worker.scorer.rewards.load_state_dict(state["rewards"])
     worker.baseline.load_state_dict(saved["baseline"])
+    if worker.rollouts is not None:
+        worker.rollouts.counts = Counter(saved["fresh"])
     for name in _PLAIN:
         setattr(worker, name, saved[name])
     worker.past = list(saved["past"])

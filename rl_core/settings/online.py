@@ -17,6 +17,7 @@ __all__ = [
     "OnlineDriftSettings",
     "OnlineGateSettings",
     "OnlineLabelSettings",
+    "OnlineRolloutSettings",
     "OnlineServiceSettings",
     "OnlineSettings",
     "OnlineUpdateSettings",
@@ -55,6 +56,13 @@ class OnlineLabelSettings(Settings):
     min_votes: int = setting(3, ge=1, le=1024, doc="least number of votes behind a pseudo-label")
     confidence: Literal["share", "wilson"] = setting(
         "share", doc="confidence that is compared; share: of the votes; wilson: lower bound of that share"
+    )
+    min_precision: float = setting(
+        0.5,
+        ge=0,
+        le=1,
+        doc="share of pseudo-labels that feedback confirms; while the upper bound of its 95% interval lies "
+        "below, pseudo-labels are measured alone; 0: they are always learned from",
     )
     use_consensus: bool = setting(True, doc="learn from pseudo-labels; false: they are measured alone")
     trust_environment: bool = setting(
@@ -162,6 +170,24 @@ class OnlineUpdateSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnlineRolloutSettings(Settings):
+    """Fresh rollouts: drawn requests whose right answer feedback named are answered anew by the policy that learns."""
+
+    samples: int = setting(
+        8, ge=0, le=1024, doc="fresh answers of such a request at each update; 0: the recorded answers are learned from"
+    )
+    sampling: SamplingSettings = setting(
+        SamplingSettings(), doc="limits of fresh answers; their temperature is that of the recorded ones"
+    )
+
+    def check(self) -> None:
+        """One sample cannot be compared, and what is drawn is what is learned from."""
+        if self.samples == 1:
+            raise SettingsError("samples: 1 cannot be compared with another; at least 2, or 0 for none")
+        self.sampling.check_trainable()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OnlineGateSettings(Settings):
     """The sequential gate of snapshots: paired canary episodes, error controlled over the life of the service."""
 
@@ -265,6 +291,7 @@ class OnlineSettings(Settings):
     labels: OnlineLabelSettings = setting(OnlineLabelSettings(), doc="what stands for the truth")
     buffer: OnlineBufferSettings = setting(OnlineBufferSettings(), doc="experience buffer")
     update: OnlineUpdateSettings = setting(OnlineUpdateSettings(), doc="updates and their guardrails")
+    rollouts: OnlineRolloutSettings = setting(OnlineRolloutSettings(), doc="fresh answers to requests with feedback")
     gate: OnlineGateSettings = setting(OnlineGateSettings(), doc="gate of snapshots")
     drift: OnlineDriftSettings = setting(OnlineDriftSettings(), doc="alarms")
     audit: OnlineAuditSettings = setting(OnlineAuditSettings(), doc="logs of updates")

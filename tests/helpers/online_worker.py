@@ -73,14 +73,14 @@ def write_traffic(folder, numbers, *, version=0, feedback=4, segment_bytes=4096,
                 log.append_label(f"r{number - 2}", Label("answer", "feedback", text="ab"[number // feedback % 2]))
 
 
-def make_worker(folder, log, chosen=None, *, model=None, audit=None, fingerprint=None):
+def make_worker(folder, log, chosen=None, *, model=None, rollouts=None, audit=None, fingerprint=None):
     chosen = chosen or settings()
     model = model or nano()
     rewards = RewardOrchestrator(chosen.rewards, options=chosen.reward_options, seed=chosen.seed)
     scorer = ExperienceScorer(rewards, None, embed=lambda rollouts: turn_states(model, rollouts, pad_id=PAD))
     learner = GuardedLearner(model, chosen.update, WeightSnapshots(folder / "snapshots"), pad_id=PAD)
     return UpdateWorker(
-        folder / "checkpoints", log, learner, scorer, chosen, vocab_size=VOCABULARY, audit=audit,
+        folder / "checkpoints", log, learner, scorer, chosen, vocab_size=VOCABULARY, rollouts=rollouts, audit=audit,
         fingerprint=fingerprint or {"settings": "1"},
     )  # fmt: skip
 

@@ -14,10 +14,11 @@ from helpers.waiting import wait_for
 from flows.serving.chat_bodies import ChatBody, ToolBody
 from flows.serving.chat_prompts import PromptMaker
 from flows.serving.feedback_journal import FeedbackJournal
-from flows.serving.text_stream import TextStream, stop_test
+from flows.serving.text_stream import TextStream
 from rl_core.environments import make
 from rl_core.inference.engine import make_backend
 from rl_core.inference.sampling import sequence_seed
+from rl_core.inference.stop_texts import stop_test
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.episode_sequence import EpisodeSequence
 from rl_core.settings import SamplingSettings

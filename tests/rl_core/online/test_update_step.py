@@ -44,7 +44,7 @@ def table(rewards, known=None):
 def item(made, rewards, *, weight=1.0, known=None, method="dr_grpo"):
     found = table(rewards, known)
     advantages, errors = request_advantages(found.totals_R, found.is_known_R, 0.5, method)
-    return ScoredExperience(KeptExperience(1, made, "", LABEL), LABEL, weight, found, advantages, errors)
+    return ScoredExperience(KeptExperience(1, made, label=LABEL), made, LABEL, weight, found, advantages, errors)
 
 
 def task(*items, number=1, learning_rate=1e-2, kl_coef=0.1):

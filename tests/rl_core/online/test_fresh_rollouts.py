@@ -1,0 +1,220 @@
+"""Fresh rollouts: on-policy, seeded, of requests with a right answer alone; a worker with them learns and resumes."""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.letters import Letters
+from helpers.online import experience
+from helpers.online_worker import answered, make_worker, outcome, run_to_end, settings
+from helpers.tiny import PAD, nano
+
+from rl_core.errors import SettingsError
+from rl_core.inference.engine import make_backend
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.trainable_weights import trainable_weights
+from rl_core.online.experience_buffer import KeptExperience
+from rl_core.online.experience_log import ExperienceLog
+from rl_core.online.fresh_rollouts import FreshRollouts, has_right_answer
+from rl_core.online.labels import Label, feedback_label
+from rl_core.rollouts.batching import make_batches, train_row
+from rl_core.settings import OnlineLabelSettings, OnlineRolloutSettings, SamplingSettings
+
+END = 2  # token that ends an answer
+RIGHT = Label("answer", "feedback", text="a")
+
+
+class Renderer:
+    """Answers of the tiny vocabulary: "a" where the first token is below 8."""
+
+    def prompt_ids(self, messages):
+        return [1, 3 + len(messages[0]["content"]) % 5]
+
+    def action_text(self, ids):
+        return "" if not ids else ("a" if ids[0] < 8 else "b") + "." * (len(ids) - 1)
+
+
+def fresh_of(model, *, environment=None, seed=0, samples=4, **sampling):
+    sampling = SamplingSettings(**{"max_completion_tokens": 3, **sampling})
+    policy = SimpleNamespace(
+        model=model, renderer=Renderer(),
+        backend=lambda: make_backend(model, eos_ids=[END], pad_id=PAD, max_length=32),
+    )  # fmt: skip
+    return FreshRollouts(policy, environment, OnlineRolloutSettings(samples=samples, sampling=sampling), seed=seed)
+
+
+def kept(number=1, label=RIGHT, **options):
+    return KeptExperience(number, experience(f"r{number}", **options), label=label)
+
+
+def tokens_of(found):
+    return {number: [r.completion_ids for r in one.rollouts] for number, one in found.items()}
+
+
+def test_only_requests_whose_right_answer_feedback_named_are_sampled():
+    labels = [
+        RIGHT,
+        None,
+        Label("answer", "consensus", text="a"),
+        feedback_label("a", score=0.5),
+        Label("played", "environment"),
+    ]
+    found = fresh_of(nano()).sample([kept(number, label) for number, label in enumerate(labels)], 1, live=7)
+    assert list(found) == [0] and [has_right_answer(kept(0, label)) for label in labels] == [True] + 4 * [False]
+    (one,) = found.values()
+    assert len(one.rollouts) == len(one.recorded) == 4 and set(one.recorded) == {None}
+    assert one.request_id == "r0" and one.policy_version == 7
+    assert fresh_of(nano()).sample([kept(1, None)], 1, live=0) == {}
+
+
+def test_samples_follow_from_seed_update_and_request_alone():
+    model, both = nano(), [kept(1), kept(2)]
+    first = tokens_of(fresh_of(model).sample(both, 5, live=0))
+    assert tokens_of(fresh_of(model).sample(both[::-1], 5, live=3)) == first
+    assert tokens_of(fresh_of(model).sample(both[1:], 5, live=0)) == {2: first[2]}
+    assert first[1] != first[2] and len({tuple(ids) for ids in first[1]}) > 1
+    assert tokens_of(fresh_of(model).sample(both, 6, live=0)) != first
+    assert tokens_of(fresh_of(model, seed=1).sample(both, 5, live=0)) != first
+
+
+def logprobs_now(model, rollouts):
+    (batch,) = make_batches([train_row(rollout) for rollout in rollouts], 4096, PAD)
+    order = sorted(range(len(rollouts)), key=lambda place: batch.rows[place])
+    with torch.no_grad():
+        found_BS, _ = completion_logprobs(model, batch)
+    return [found_BS[place][batch.loss_mask_BS[place]].tolist() for place in order]
+
+
+@pytest.mark.parametrize("environment", [None, Letters()], ids=["chat", "episodes"])
+def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperature(environment):
+    model = nano()
+    fresh = fresh_of(model, environment=environment)
+    chosen = kept(1, temperature=0.7, level="low")
+    before = fresh.sample([chosen], 1, live=0)[1]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3.0)
+    after = fresh.sample([chosen], 1, live=0)[1]
+    for rollout, found in zip(after.rollouts, logprobs_now(model, after.rollouts), strict=True):
+        assert rollout.temperature == 0.7
+        assert found == pytest.approx(
+            [x for x, m in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if m], abs=1e-5
+        )
+    assert [r.sampler_logprobs for r in before.rollouts] != [r.sampler_logprobs for r in after.rollouts]
+    assert fresh.metrics() == {"online/fresh/rollouts": 8.0, "online/fresh/failed": 0.0}
+
+
+def test_an_episode_that_cannot_be_played_costs_itself_alone(caplog):
+    fresh = fresh_of(nano(), environment=Letters())
+    found = fresh.sample([kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")], 1, live=0)
+    assert sorted(found) == [1, 3] and fresh.counts == Counter(rollouts=8, failed=1)
+    assert "request r2 is not sampled anew" in caplog.text and "nowhere" in caplog.text
+
+
+def test_a_conversation_without_room_is_learned_from_as_recorded(caplog):
+    long = kept(1)
+    for rollout in long.experience.rollouts:
+        rollout.prompt_ids[:] = [3] * 40
+    fresh = fresh_of(nano())
+    assert sorted(fresh.sample([long, kept(2)], 1, live=0)) == [2] and fresh.counts["failed"] == 1
+    assert "request r1 is not sampled anew" in caplog.text
+
+
+def test_answers_end_at_a_stop_text_which_is_not_part_of_them():
+    found = fresh_of(nano(), samples=32, stop=(".",)).sample([kept(1)], 1, live=0)[1]
+    lengths = {len(rollout.completion_ids) for rollout in found.rollouts}
+    assert lengths == {1, 2} and {rollout.trajectory.answer for rollout in found.rollouts} == {"a", "b"}
+
+
+def test_settings_that_cannot_be_learned_from_are_refused():
+    for options, why in (
+        ({"samples": 1}, "cannot be compared"),
+        ({"samples": 4, "sampling": SamplingSettings(top_k=5)}, "top_k"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            OnlineRolloutSettings(**options)
+
+
+# ----------------------------------------------------------------------------------------------------------- the worker
+
+
+def traffic(folder, count=24):
+    """Requests whose recorded answers are all "b"; every caller says that "a" is right."""
+    with ExperienceLog(folder) as log:
+        for number in range(count):
+            made = answered(number)
+            for rollout in made.rollouts:
+                rollout.completion_ids[0], rollout.trajectory.answer = 9, "b"
+            log.append_experience(made)
+            log.append_label(f"r{number}", RIGHT)
+    return folder
+
+
+def chosen(samples=8):
+    return settings(
+        {"kl_limit": 50.0, "kl_target": 5.0, "snapshot_every": 100, "learning_rate": 3e-2},
+        labels=OnlineLabelSettings(use_consensus=False), rewards={"task": 1.0},
+        rollouts=OnlineRolloutSettings(samples=samples, sampling=SamplingSettings(max_completion_tokens=2)),
+    )  # fmt: skip
+
+
+def worker_of(folder, log, samples):
+    model = nano()
+    fresh = fresh_of(model, samples=samples, max_completion_tokens=2) if samples else None
+    return make_worker(folder, log, chosen(samples), model=model, rollouts=fresh)
+
+
+def share_right(model):
+    found = fresh_of(model, samples=200).sample([kept(1)], 1, live=0)[1]
+    return sum(r.trajectory.turns[0].action[0] == "a" for r in found.rollouts) / 200
+
+
+def test_where_all_recorded_answers_are_wrong_only_fresh_ones_teach(tmp_path):
+    log, shares = traffic(tmp_path / "log"), {}
+    for samples in (0, 8):
+        with worker_of(tmp_path / f"{samples}", log, samples) as worker:
+            before = share_right(worker.learner.model)
+            run_to_end(worker)
+            shares[samples] = share_right(worker.learner.model) - before
+            assert worker.learner.taken == worker.updates > 15
+            assert (worker.metrics().get("online/fresh/rollouts", 0.0) > 0) == (samples > 0)
+    assert abs(shares[0]) < 0.02 and shares[8] > 0.2
+
+
+def test_killed_and_resumed_it_samples_and_computes_the_same(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    log = traffic(tmp_path / "log", 12)
+    with worker_of(tmp_path / "whole", log, 4) as worker:
+        run_to_end(worker)
+        whole = outcome(worker)
+    assert math.isfinite(whole[3]["online/mean_kl"]) and whole[3]["online/fresh/rollouts"] > 0
+
+    class Killed(BaseException):
+        pass
+
+    with worker_of(tmp_path / "cut", log, 4) as worker:
+        for _ in range(5):
+            worker.step()  # saved at the third
+        monkeypatch.setattr(worker.learner, "update", lambda task: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            worker.step()
+    with worker_of(tmp_path / "cut", log, 4) as worker:
+        assert 0 < worker.updates < 5
+        run_to_end(worker)
+        assert outcome(worker) == whole
+
+
+def test_the_kl_of_fresh_answers_is_against_the_live_snapshot(tmp_path):
+    """Weights far from the live ones, near those that answered: the step's KL before it is that to the live ones."""
+    log = traffic(tmp_path / "log", 6)
+    with worker_of(tmp_path / "kl", log, 4) as worker:
+        other = {
+            name: tensor + 0.3 * torch.randn_like(tensor)
+            for name, tensor in trainable_weights(worker.learner.model).items()
+        }
+        worker.learner.snapshots.publish(1, other, {"updates": 1})
+        worker.updates, worker.live = 1, 1
+        while worker.last_report is None or not worker.last_report.kl_control:
+            worker.step()
+        assert worker.last_report.kl_control["before"] > 0.05 and not worker.last_report.is_lower_bound
