@@ -61,8 +61,8 @@ class OnlineLabelSettings(Settings):
         0.5,
         ge=0,
         le=1,
-        doc="share of pseudo-labels that feedback confirms; while the upper bound of its 95% interval lies "
-        "below, pseudo-labels are measured alone; 0: they are always learned from",
+        doc="share of pseudo-labels that feedback confirms; while its 95% interval lies below, they are measured "
+        "alone; 0: they are always learned from",
     )
     use_consensus: bool = setting(True, doc="learn from pseudo-labels; false: they are measured alone")
     trust_environment: bool = setting(

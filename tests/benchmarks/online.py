@@ -30,7 +30,8 @@ from online_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIFT = {"consensus": {"feedback": 0.0}, "feedback 10%": {"feedback": 0.1}, "no learning": {"learns": False},
-         "feedback 10% alone": {"feedback": 0.1, "labels": {"use_consensus": False}},
+         "feedback 10% recorded answers": {"feedback": 0.1, "rollouts": {"samples": 0}},
+         "feedback 10% every consensus": {"feedback": 0.1, "labels": {"min_precision": 0.0}},
          "feedback 100%": {"feedback": 1.0}}  # fmt: skip
 FREE = {"kl_limit": 1e6, "kl_coef": 1e-4, "kl_coef_max": 1.01e-4}
 GUARDRAILS = {
@@ -215,6 +216,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         OnlineBufferSettings,
         OnlineGateSettings,
         OnlineLabelSettings,
+        OnlineRolloutSettings,
         OnlineServiceSettings,
         OnlineSettings,
         OnlineUpdateSettings,
@@ -230,6 +232,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         buffer=OnlineBufferSettings(capacity=256),  # so that the cap of one caller binds within a run
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
         labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
+        rollouts=OnlineRolloutSettings(sampling=sampling(1.0), **arm.get("rollouts", {})),
         update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=60, max_episodes=600, sampling=sampling(0.0)),
     )  # fmt: skip
