@@ -121,6 +121,7 @@ class RecordIntake:
         if label.source == "feedback":
             self._judge(kept, label)
         self.buffer.set_label(request_id, label)
+        self._review_trust()
 
     def _judge(self, kept: KeptExperience, label: Label) -> None:
         """Precision of the pseudo-label, and success of the answer that was given."""
@@ -128,7 +129,6 @@ class RecordIntake:
         if consensus is not None:
             self.precision.take_back(kept.agreed)
             kept.agreed = self.precision.observe(consensus, label)
-            self._review_trust()
         if kept.label is not None and kept.label.source == "feedback":
             return  # one who says it again and again is no change of the traffic
         given = kept.experience.vote.answer

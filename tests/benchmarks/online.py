@@ -234,7 +234,9 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
         rollouts=OnlineRolloutSettings(sampling=sampling(1.0), **arm.get("rollouts", {})),
         update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
-        gate=OnlineGateSettings(margin=0.05, alpha=0.1, episodes_per_look=60, max_episodes=600, sampling=sampling(0.0)),
+        gate=OnlineGateSettings(
+            margin=arm.get("margin", 0.05), alpha=0.1, episodes_per_look=60, max_episodes=2000, sampling=sampling(0.0)
+        ),
     )  # fmt: skip
 
 
@@ -334,7 +336,7 @@ def main() -> None:
     model = (given.model or make_model(output / "training", given.levels)).resolve()
     arms = {f"shift {name}": arm for name, arm in SHIFT.items()}
     if given.part == "guardrails":
-        arms = {f"{rail}, attack {attack}": {**GUARDRAILS[rail], **ATTACKS[attack]}
+        arms = {f"{rail}, attack {attack}": {"margin": 0.02, **GUARDRAILS[rail], **ATTACKS[attack]}
                 for attack in ATTACKS for rail in GUARDRAILS}  # fmt: skip
     for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for name, arm in arms.items():

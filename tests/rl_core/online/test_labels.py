@@ -79,3 +79,13 @@ def test_precision_by_hand():
     found.take_back(verdicts[1])
     assert (found.agreed, found.disagreed) == (2, 0)
     assert PseudoLabelPrecision().metrics() == {}
+
+
+@pytest.mark.parametrize(
+    "agreed, disagreed, is_half",
+    [(0, 0, True), (0, 3, True), (0, 4, False), (1, 5, True), (1, 6, True), (1, 7, False), (2, 4, True)],
+)
+def test_a_precision_is_refuted_by_its_whole_interval(agreed, disagreed, is_half):
+    """Upper bounds of the 95% Wilson intervals: 0 of 3 56%, 0 of 4 49%, 1 of 7 51%, 1 of 8 47%, 2 of 6 70%."""
+    found = PseudoLabelPrecision(agreed, disagreed)
+    assert found.is_at_least(0.5) == is_half and found.is_at_least(0.0)

@@ -170,6 +170,40 @@ def test_where_consensus_is_not_trusted_it_is_measured_alone(tmp_path):
         assert worker.buffer.num_drawable == 1 and worker.precision.agreed + worker.precision.disagreed == 1
 
 
+def test_pseudo_labels_that_feedback_refutes_are_taken_back(tmp_path, caplog):
+    """0 of 4 right: the 95% interval ends at 49%. Two that are right lift it to 70%."""
+
+    def told(number, is_right):
+        winner = answered(number).vote.answer
+        return f"r{number}", feedback_label(winner, right=winner if is_right else "ab".replace(winner, ""))
+
+    voted = [n for n in range(40) if answered(n).vote.answer is not None and answered(n).vote.confidence > 0.6][:12]
+    buffer = OnlineBufferSettings(capacity=32, max_caller_share=1.0)
+    chosen = settings({"first_update": 1000}, buffer=buffer, labels=OnlineLabelSettings(min_confidence=0.6))
+    records = [answered(n) for n in voted[:8]] + [told(n, False) for n in voted[:3]]
+    with worker_with(tmp_path, records, chosen) as worker:
+        run_to_end(worker)
+        sources = [kept.label.source for kept in worker.buffer.slots.values()]
+        assert sources.count("consensus") == 5 and worker.metrics()["online/trusts_consensus"] == 1.0
+        with ExperienceLog(tmp_path / "log") as log:
+            log.append_label(*told(voted[3], False))
+            log.append_experience(answered(voted[8]))
+        run_to_end(worker)
+        assert worker.buffer.num_drawable == 4 and worker.buffer.tree.total == pytest.approx(4 * 1.001**0.6)
+        assert worker.counts["pseudo_labels_taken_back"] == 4 and worker.counts["pseudo_labels"] == 8
+        assert "feedback confirmed 0 of 4" in caplog.text
+        lost = worker._state()
+    with make_worker(tmp_path, tmp_path / "log", chosen) as worker:  # distrust survives a restart
+        assert worker._state() == lost and not worker.intake.trusts_consensus
+        with ExperienceLog(tmp_path / "log") as log:
+            for number in voted[4:6]:
+                log.append_label(*told(number, True))
+            log.append_experience(answered(voted[9]))
+        run_to_end(worker)
+        assert worker.buffer.find(f"r{voted[9]}").label.source == "consensus"
+        assert worker.buffer.find(f"r{voted[6]}").label is None  # what was taken back waits for feedback
+
+
 def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
     bad = answered(1)
     bad.rollouts[0].completion_ids[0] = 4711
