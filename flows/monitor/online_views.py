@@ -39,6 +39,7 @@ def online(output: Path) -> list[dict[str, Any]]:
 def _tiles(record: ServiceRecord) -> dict[str, Any]:
     numbers = record.numbers
     paused = str(numbers.get("paused") or "")
+    is_used = bool(numbers.get("online/trusts_consensus", 1.0))
 
     def told(name: str, form: Callable[[float], str] = "{:,.0f}".format) -> str:
         value = numbers.get(f"online/{name}")
@@ -51,7 +52,7 @@ def _tiles(record: ServiceRecord) -> dict[str, Any]:
         {"label": "mean KL", "value": told("mean_kl", number), "sub": f"target {told('kl_target', number)}"},
         {"label": "experiences", "value": told("buffer_size"), "sub": f"{told('buffer_drawable')} with a label"},
         {"label": "pseudo-labels right", "value": told("pseudo_label_precision", percent),
-         "sub": f"{told('pseudo_labels_checked')} checked by feedback"},
+         "sub": f"{told('pseudo_labels_checked')} checked by feedback{'' if is_used else '; not learned from'}"},
     ]  # fmt: skip
     return {"kind": "tiles", "id": "online", "items": items}
 

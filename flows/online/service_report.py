@@ -128,6 +128,7 @@ def _summary(record: ServiceRecord) -> Section:
         ("newest snapshot", _plain(record.numbers.get("online/snapshot_version"))),
         ("experiences in the buffer", _plain(record.numbers.get("online/buffer_size"))),
         ("precision of pseudo-labels", _precision(record.numbers)),
+        ("fresh rollouts", _plain(record.numbers.get("online/fresh/rollouts"))),
     ]
     return Section("Now", table=(("", ""), facts), text_columns=2)
 
@@ -137,7 +138,8 @@ def _precision(numbers: Mapping[str, Any]) -> str:
         return "no feedback on a pseudo-label yet"
     low, high = numbers["online/pseudo_label_precision_low"], numbers["online/pseudo_label_precision_high"]
     count = numbers["online/pseudo_labels_checked"]
-    return f"{numbers['online/pseudo_label_precision']:.1%} (95%: {low:.1%} to {high:.1%}; {count:g} checked)"
+    used = "" if numbers.get("online/trusts_consensus", 1.0) else "; too low to be learned from"
+    return f"{numbers['online/pseudo_label_precision']:.1%} (95%: {low:.1%} to {high:.1%}; {count:g} checked{used})"
 
 
 def _components(record: ServiceRecord) -> Section:
