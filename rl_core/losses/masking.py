@@ -36,7 +36,12 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
             raise DataError(f"{name}: shape {tuple(tensor.shape)}, loss_mask has {tuple(loss_mask.shape)}")
         if not tensor.is_floating_point():
             raise DataError(f"{name}: dtype {tensor.dtype}, expected a floating-point type")
-    check_finite(**{name: fill_masked(tensor.detach(), loss_mask) for name, tensor in present.items()})
+    found = [tensor.detach() for tensor in present.values()]
+    if len({tensor.dtype for tensor in found}) == 1:  # all at once: as many operations as for one of them
+        total = fill_masked(torch.stack(found), loss_mask).sum(dtype=torch.float32)
+        if math.isfinite(float(total)):
+            return
+    check_finite(**{name: fill_masked(tensor, loss_mask) for name, tensor in zip(present, found, strict=True)})
 
 
 def check_finite(**tensors: torch.Tensor) -> None:

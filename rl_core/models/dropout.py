@@ -38,11 +38,13 @@ def training_mode(model: nn.Module, *, dropout: bool) -> Iterator[None]:
             reference compute as well. Modules that checkpoint their activations do so in training mode only, so they
             stay in it, their own rates set to 0.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
-    if not dropout and not checkpointing and not any(was_training for _, was_training in modes):
+    modules = list(model.modules())
+    # looked up in the instance: nn.Module answers a missing name slowly
+    checkpointing = any(module.__dict__.get("gradient_checkpointing", False) for module in modules)
+    if not dropout and not checkpointing and not any(module.training for module in modules):
         yield  # as it is already
         return
+    modes = [(module, module.training) for module in modules]
     zeroed: list[tuple[Any, str, float]] = []
     model.train(dropout)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,21 +30,18 @@ class MasterWeights:
             name: weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
             for name, weight in trainable.items()
         }
+        self._copied = [  # (name, weight, master) where the two differ
+            (name, weight, self.masters[name]) for name, weight in trainable.items() if weight.dtype != torch.float32
+        ]
 
     @property
     def first(self) -> nn.Parameter:
         """A weight of the model, for its device and dtype."""
         return next(iter(self.weights.values()))
 
-    def _copied(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """(name, weight, master) where the two differ."""
-        for name, weight in self.weights.items():
-            if weight is not self.masters[name]:
-                yield name, weight, self.masters[name]
-
     def collect_gradients(self) -> None:
         """Add low-precision gradients to the float32 gradients of their masters."""
-        for _, weight, master in self._copied():
+        for _, weight, master in self._copied:
             if weight.grad is None:
                 continue
             grad = weight.grad.float()
@@ -54,21 +51,21 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Masters into the model, in place."""
-        for _, weight, master in self._copied():
+        for _, weight, master in self._copied:
             weight.copy_(master)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Masters from the model, whose weights were changed from outside (a restored model)."""
-        for _, weight, master in self._copied():
+        for _, weight, master in self._copied:
             master.copy_(weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The copies by name."""
-        return {name: master.detach() for name, _, master in self._copied()}
+        return {name: master.detach() for name, _, master in self._copied}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model's weights are loaded elsewhere."""
-        for name, _, master in self._copied():
+        for name, _, master in self._copied:
             master.copy_(state[name])

@@ -22,6 +22,7 @@ from rl_core.settings import OptimizerSettings
 from rl_core.storage.moments import load_moments, moments
 from rl_core.timing import count, span
 from rl_core.training.ema_weights import EmaWeights
+from rl_core.training.gradient_norm import clip_gradients, total_norm
 from rl_core.training.master_weights import MasterWeights
 from rl_core.training.micro_batches import combine_metrics, cut
 from rl_core.training.optimizers import (
@@ -160,16 +161,14 @@ class OptimizerStep:
     def _grad_norm(self) -> torch.Tensor:
         masters = self.master_weights.masters.values()
         grads = [local(master.grad) for master in masters if master.grad is not None]
-        return self.process_group.norm(torch.nn.utils.get_total_norm(grads))
+        return self.process_group.norm(total_norm(grads))
 
     def _optimize(self, norm: torch.Tensor, size: float) -> None:
         """Clip, step, and take the new weights over. `size`: the norm, read already."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         if size > CLIP_FROM * self.settings.max_grad_norm:  # below, clipping would multiply by exactly 1
-            torch.nn.utils.clip_grads_with_norm_(
-                list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
-            )
+            clip_gradients(list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm)
         try:
             if isinstance(self.optimizer, torch.optim.AdamW):
                 step_adamw(self.optimizer)
