@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +144,7 @@ class _AddLowRank(torch.autograd.Function):
         saved = add_low_rank(out_NO, x_NI, spans)
         ctx.save_for_backward(x_NI, *saved, *factors)
         ctx.count = len(saved)
-        ctx.spans = [replace(span, downs=(), ups=()) for span in spans]
+        ctx.spans = [(span.start, span.stop, span.columns, span.scale) for span in spans]
         return out_NO
 
     @staticmethod
@@ -152,9 +152,9 @@ class _AddLowRank(torch.autograd.Function):
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
         x_NI, *tensors = ctx.saved_tensors
         saved, factors, spans = tensors[: ctx.count], tensors[ctx.count :], []
-        for span in ctx.spans:
-            count = len(span.columns)
-            spans.append(replace(span, downs=factors[:count], ups=factors[count : 2 * count]))
+        for start, stop, columns, scale in ctx.spans:
+            count = len(columns)
+            spans.append(AdapterSpan(start, stop, columns, scale, factors[:count], factors[count : 2 * count]))
             factors = factors[2 * count :]
         grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, saved, spans, with_x=ctx.needs_input_grad[1])
         return grad_NO, grad_x_NI, None, *grads

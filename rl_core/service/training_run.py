@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ from rl_core.service.answers import ModelInfo
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
 from rl_core.service.served_base import ServedBase
 from rl_core.storage.moments import load_moments, moments
-from rl_core.training.optimizers import JointOptimizer, hidden_matrices
+from rl_core.training.gradient_norm import clip_gradients, total_norm
+from rl_core.training.optimizers import JointOptimizer, hidden_matrices, step_adamw
 
 __all__ = ["KLGuard", "TrainingRun"]
 
@@ -126,8 +128,9 @@ class TrainingRun:
         """
         gradient, self.gradient = self.gradient, {}
         used = [gradient[name] for name in self.parameters if name in gradient]
-        norm = torch.nn.utils.get_total_norm(used) if used else torch.zeros(())
-        if not bool(torch.isfinite(norm)):
+        norm = total_norm(used)
+        size = float(norm)
+        if not math.isfinite(size):
             self.forget_data()
             bad = next((name for name, part in gradient.items() if not bool(torch.isfinite(part).all())), "its norm")
             raise ServiceError(
@@ -139,16 +142,19 @@ class TrainingRun:
             parameter.grad = gradient.get(name)
         clip = request.adam.grad_clip_norm
         if clip > 0 and used:
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), clip, norm)
+            clip_gradients(list(self.parameters.values()), clip, norm)
         self._set(request.adam, request.muon_momentum)
-        self._optimizer.step()
+        if isinstance(self._optimizer, torch.optim.AdamW):
+            step_adamw(self._optimizer)
+        else:
+            self._optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
         self.steps += 1
         self.data_digest = self._next_digest
         return {
-            "grad_norm:mean": float(norm),
-            "clipped:mean": float(0 < clip < float(norm)),
+            "grad_norm:mean": size,
+            "clipped:mean": float(0 < clip < size),
             "learning_rate:mean": request.adam.learning_rate,
             "empty:mean": float(not used),
             "step:max": float(self.steps),
