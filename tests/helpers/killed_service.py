@@ -36,6 +36,7 @@ online:
   environment: {{name: chat}}
   service: {{nice: 0, run_gate: false}}
   labels: {{min_confidence: 0.1, min_votes: 1}}
+  rollouts: {{samples: 4, sampling: {{max_completion_tokens: 6}}}}
   drift: {{watched: []}}
   update: {{first_update: 8, update_every: {every}, batch_size: 2, checkpoint_every: 5, snapshot_every: 4,
             learning_rate: 1.0e-3, max_learning_rate: 1.0e-2, ema_decay: 0.5, kl_limit: 5.0, keep_snapshots: 60000}}
@@ -146,7 +147,13 @@ class KilledService:
             if found.status_code != 200:
                 return
             answer = found.json()
-            label = {"id": answer["id"], "choice": seed % 2, "score": (seed % 5) / 4}
+            label = {"id": answer["id"], "choice": seed % 2}
+            # every third caller names the right answer, of which the worker samples its own
+            label |= (
+                {"answer": answer["choices"][0]["message"]["content"] or "a"}
+                if seed % 3 == 0
+                else {"score": (seed % 5) / 4}
+            )
             done = client.post("/v1/feedback", json=label)
             versions = {choice["policy_version"] for choice in answer["choices"]}
             with self.lock:
@@ -246,6 +253,7 @@ class KilledService:
         return {
             "kills": dict(self.kills), "acknowledged": len(ids), "statuses": dict(self.statuses),
             "updates": read_object(self.service / METRICS)["online/updates"],
+            "fresh_rollouts": read_object(self.service / METRICS)["online/fresh/rollouts"],
             "versions": len({one.version for one in self.acknowledged}),
             "lost": sum(not kept[one] or not labelled[one] for one in ids),
             "kept_twice": sum(count > 1 for count in [*kept.values(), *labelled.values()]),
