@@ -69,7 +69,8 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for number, (name, runs) in enumerate(arms.items()):
+    drawn = {name: runs for name, runs in arms.items() if name.startswith(("shift", "offline"))}
+    for number, (name, runs) in enumerate(drawn.items()):
         for run in runs:
             x, y = [p["requests"] for p in run["curve"]], [100 * p["hard"] for p in run["curve"]]
             axes.plot(x, y, marker="o", color=f"C{number}", label=name.replace("_", " ") if run is runs[0] else None)

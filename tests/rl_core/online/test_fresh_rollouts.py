@@ -14,13 +14,14 @@ from helpers.tiny import PAD, nano
 from rl_core.errors import SettingsError
 from rl_core.inference.engine import make_backend
 from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.lora import add_adapter
 from rl_core.models.trainable_weights import trainable_weights
 from rl_core.online.experience_buffer import KeptExperience
 from rl_core.online.experience_log import ExperienceLog
 from rl_core.online.fresh_rollouts import FreshRollouts, has_right_answer
 from rl_core.online.labels import Label, feedback_label
 from rl_core.rollouts.batching import make_batches, train_row
-from rl_core.settings import OnlineLabelSettings, OnlineRolloutSettings, SamplingSettings
+from rl_core.settings import LoraSettings, OnlineLabelSettings, OnlineRolloutSettings, SamplingSettings
 
 END = 2  # token that ends an answer
 RIGHT = Label("answer", "feedback", text="a")
@@ -87,22 +88,29 @@ def logprobs_now(model, rollouts):
     return [found_BS[place][batch.loss_mask_BS[place]].tolist() for place in order]
 
 
+def sampled_logprobs(rollout):
+    return [x for x, counts in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if counts]
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("environment", [None, Letters()], ids=["chat", "episodes"])
-def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperature(environment):
-    model = nano()
+def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures(environment, has_adapter):
+    model = add_adapter(nano(), LoraSettings(rank=2, target_modules=("q_proj", "v_proj"))) if has_adapter else nano()
     fresh = fresh_of(model, environment=environment)
-    chosen = kept(1, temperature=0.7, level="low")
-    before = fresh.sample([chosen], 1, live=0)[1]
+    chosen = [kept(1, temperature=0.7, level="low"), kept(2, temperature=1.3, level="low"), kept(3, level="low")]
+    before = fresh.sample(chosen, 1, live=0)
     with torch.no_grad():
-        model.lm_head.weight.mul_(3.0)
-    after = fresh.sample([chosen], 1, live=0)[1]
-    for rollout, found in zip(after.rollouts, logprobs_now(model, after.rollouts), strict=True):
-        assert rollout.temperature == 0.7
-        assert found == pytest.approx(
-            [x for x, m in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if m], abs=1e-5
-        )
-    assert [r.sampler_logprobs for r in before.rollouts] != [r.sampler_logprobs for r in after.rollouts]
-    assert fresh.metrics() == {"online/fresh/rollouts": 8.0, "online/fresh/failed": 0.0}
+        for name, weight in model.named_parameters():
+            if "lora_B" in name if has_adapter else "lm_head" in name:
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    after = fresh.sample(chosen, 1, live=0)
+    for number, temperature in ((1, 0.7), (2, 1.3), (3, 1.0)):
+        rollouts = after[number].rollouts
+        for rollout, found in zip(rollouts, logprobs_now(model, rollouts), strict=True):
+            assert rollout.temperature == temperature
+            assert found == pytest.approx(sampled_logprobs(rollout), abs=1e-5)
+        assert [*map(sampled_logprobs, rollouts)] != [*map(sampled_logprobs, before[number].rollouts)]
+    assert fresh.metrics() == {"online/fresh/rollouts": 24.0, "online/fresh/failed": 0.0}
 
 
 def test_an_episode_that_cannot_be_played_costs_itself_alone(caplog):
