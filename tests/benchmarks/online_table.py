@@ -68,7 +68,7 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(9, 4))
     drawn = {name: runs for name, runs in arms.items() if name.startswith(("shift", "offline"))}
     for number, (name, runs) in enumerate(drawn.items()):
         for run in runs:
@@ -76,6 +76,6 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
             axes.plot(x, y, marker="o", color=f"C{number}", label=name.replace("_", " ") if run is runs[0] else None)
     axes.set_xlabel("requests of hard level")
     axes.set_ylabel("success on held-out hard episodes, %")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(output / "online.png", dpi=110)
