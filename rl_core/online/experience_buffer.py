@@ -180,6 +180,11 @@ class ExperienceBuffer:
         """Policy versions that sampled an experience which is still here."""
         return {kept.experience.policy_version for kept in self.slots.values()}
 
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer that is here, those of an environment's turns included; 0 for none."""
+        rollouts = (rollout for kept in self.slots.values() for rollout in kept.experience.rollouts)
+        return max((len(rollout.completion_ids) for rollout in rollouts), default=0)
+
     def first_number(self) -> int | None:
         """The smallest record number that is still here."""
         return min((kept.number for kept in self.slots.values()), default=None)

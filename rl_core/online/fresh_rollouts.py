@@ -58,20 +58,23 @@ class FreshRollouts:
         self.policy, self.environment, self.settings, self.seed = policy, environment, settings, seed
         self.counts: Counter[str] = Counter()  # rollouts sampled, requests that could not be played
         self._backend = policy.backend()
+        self._room = 1  # tokens of a fresh answer
 
-    def sample(self, kept: Sequence[KeptExperience], update: int, live: int) -> dict[int, Experience]:
+    def sample(self, kept: Sequence[KeptExperience], update: int, live: int, longest: int) -> dict[int, Experience]:
         """Experiences with fresh rollouts in place of the recorded ones, by number of the record.
 
         Left out: requests without a right answer by feedback, and those whose environment fails; they are learned from
         as recorded. Their policy version is the live one: the KL is measured against the policy that answers by now.
 
         Args:
-            update: number of the update, from 1. live: version that answers.
+            update: number of the update, from 1. live: version that answers. longest: tokens of the longest recorded
+                answer; fresh ones take at most twice as many.
         """
         wanted = [one for one in kept if has_right_answer(one)]
         if not wanted:
             return {}
         self._backend.refresh()
+        self._room = min(self.settings.sampling.max_completion_tokens, 2 * longest)
         found = {}
         with evaluating(self.policy.model):
             groups = self._groups(wanted, update)
@@ -91,8 +94,11 @@ class FreshRollouts:
         return {f"online/fresh/{name}": float(self.counts[name]) for name in ("rollouts", "failed")}
 
     def _sampling(self, kept: KeptExperience) -> SamplingSettings:
-        """The settings' sampling at the temperature of the recorded answers."""
-        return dataclasses.replace(self.settings.sampling, temperature=kept.experience.rollouts[0].temperature)
+        """The settings' sampling within the room of this update, at the temperature of the recorded answers."""
+        return dataclasses.replace(
+            self.settings.sampling, max_completion_tokens=self._room,
+            temperature=kept.experience.rollouts[0].temperature,
+        )  # fmt: skip
 
     def _groups(self, wanted: Sequence[KeptExperience], update: int) -> list[list[Rollout]]:
         """Rollouts of each request, those of equal temperature together; [] for one that cannot be sampled."""

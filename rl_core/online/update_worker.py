@@ -231,7 +231,8 @@ class UpdateWorker:
         beta = sampling_beta(number - 1, start=buffer.beta_start, updates=buffer.beta_updates)
         drawn = self.buffer.draw(settings.batch_size, beta, rng)
         different = {kept.number: kept for kept in drawn.kept}
-        fresh = self.rollouts.sample(list(different.values()), number, self.live) if self.rollouts is not None else {}
+        longest = self.buffer.longest_answer()
+        fresh = self.rollouts.sample(list(different.values()), number, self.live, longest) if self.rollouts else {}
         learned = {kept.number: fresh.get(kept.number, kept.experience) for kept in drawn.kept}
         pairs = [(learned[kept.number], kept.label) for kept in different.values() if kept.label is not None]
         tables = dict(zip(different, self.scorer.score(pairs), strict=True))

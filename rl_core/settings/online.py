@@ -177,7 +177,9 @@ class OnlineRolloutSettings(Settings):
         8, ge=0, le=1024, doc="fresh answers of such a request at each update; 0: the recorded answers are learned from"
     )
     sampling: SamplingSettings = setting(
-        SamplingSettings(), doc="limits of fresh answers; their temperature is that of the recorded ones"
+        SamplingSettings(max_completion_tokens=4096),
+        doc="limits of fresh answers, which take at most twice the tokens of the longest recorded one in the buffer as "
+        "well; their temperature is that of the recorded ones",
     )
 
     def check(self) -> None:

@@ -164,6 +164,17 @@ def test_without_a_label_nothing_is_drawn_and_a_new_one_comes_first():
         found.learned("r1", math.nan)
 
 
+def test_the_longest_answer_is_that_of_what_is_here():
+    found = buffer(capacity=1)
+    assert found.longest_answer() == 0
+    long = experience("long")
+    long.rollouts[1].completion_ids[:] = [3] * 9
+    found.add(1, long, LABEL, version=0)
+    assert found.longest_answer() == 9
+    filled(found, ["short"])
+    assert found.longest_answer() == 2
+
+
 def test_eviction_takes_the_least_first():
     found = filled(buffer(), ["r1", "r2", "r3", "r4"])
     for name, error in (("r1", 0.5), ("r2", 0.1), ("r3", 0.9), ("r4", 0.1)):

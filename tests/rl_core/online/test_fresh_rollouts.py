@@ -62,22 +62,22 @@ def test_only_requests_whose_right_answer_feedback_named_are_sampled():
         feedback_label("a", score=0.5),
         Label("played", "environment"),
     ]
-    found = fresh_of(nano()).sample([kept(number, label) for number, label in enumerate(labels)], 1, live=7)
+    found = fresh_of(nano()).sample([kept(number, label) for number, label in enumerate(labels)], 1, live=7, longest=16)
     assert list(found) == [0] and [has_right_answer(kept(0, label)) for label in labels] == [True] + 4 * [False]
     (one,) = found.values()
     assert len(one.rollouts) == len(one.recorded) == 4 and set(one.recorded) == {None}
     assert one.request_id == "r0" and one.policy_version == 7
-    assert fresh_of(nano()).sample([kept(1, None)], 1, live=0) == {}
+    assert fresh_of(nano()).sample([kept(1, None)], 1, live=0, longest=16) == {}
 
 
 def test_samples_follow_from_seed_update_and_request_alone():
     model, both = nano(), [kept(1), kept(2)]
-    first = tokens_of(fresh_of(model).sample(both, 5, live=0))
-    assert tokens_of(fresh_of(model).sample(both[::-1], 5, live=3)) == first
-    assert tokens_of(fresh_of(model).sample(both[1:], 5, live=0)) == {2: first[2]}
+    first = tokens_of(fresh_of(model).sample(both, 5, live=0, longest=16))
+    assert tokens_of(fresh_of(model).sample(both[::-1], 5, live=3, longest=16)) == first
+    assert tokens_of(fresh_of(model).sample(both[1:], 5, live=0, longest=16)) == {2: first[2]}
     assert first[1] != first[2] and len({tuple(ids) for ids in first[1]}) > 1
-    assert tokens_of(fresh_of(model).sample(both, 6, live=0)) != first
-    assert tokens_of(fresh_of(model, seed=1).sample(both, 5, live=0)) != first
+    assert tokens_of(fresh_of(model).sample(both, 6, live=0, longest=16)) != first
+    assert tokens_of(fresh_of(model, seed=1).sample(both, 5, live=0, longest=16)) != first
 
 
 def logprobs_now(model, rollouts):
@@ -98,12 +98,12 @@ def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures
     model = add_adapter(nano(), LoraSettings(rank=2, target_modules=("q_proj", "v_proj"))) if has_adapter else nano()
     fresh = fresh_of(model, environment=environment)
     chosen = [kept(1, temperature=0.7, level="low"), kept(2, temperature=1.3, level="low"), kept(3, level="low")]
-    before = fresh.sample(chosen, 1, live=0)
+    before = fresh.sample(chosen, 1, live=0, longest=16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name if has_adapter else "lm_head" in name:
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    after = fresh.sample(chosen, 1, live=0)
+    after = fresh.sample(chosen, 1, live=0, longest=16)
     for number, temperature in ((1, 0.7), (2, 1.3), (3, 1.0)):
         rollouts = after[number].rollouts
         for rollout, found in zip(rollouts, logprobs_now(model, rollouts), strict=True):
@@ -115,7 +115,7 @@ def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures
 
 def test_an_episode_that_cannot_be_played_costs_itself_alone(caplog):
     fresh = fresh_of(nano(), environment=Letters())
-    found = fresh.sample([kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")], 1, live=0)
+    found = fresh.sample([kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")], 1, live=0, longest=16)
     assert sorted(found) == [1, 3] and fresh.counts == Counter(rollouts=8, failed=1)
     assert "request r2 is not sampled anew" in caplog.text and "nowhere" in caplog.text
 
@@ -125,14 +125,21 @@ def test_a_conversation_without_room_is_learned_from_as_recorded(caplog):
     for rollout in long.experience.rollouts:
         rollout.prompt_ids[:] = [3] * 40
     fresh = fresh_of(nano())
-    assert sorted(fresh.sample([long, kept(2)], 1, live=0)) == [2] and fresh.counts["failed"] == 1
+    assert sorted(fresh.sample([long, kept(2)], 1, live=0, longest=16)) == [2] and fresh.counts["failed"] == 1
     assert "request r1 is not sampled anew" in caplog.text
 
 
 def test_answers_end_at_a_stop_text_which_is_not_part_of_them():
-    found = fresh_of(nano(), samples=32, stop=(".",)).sample([kept(1)], 1, live=0)[1]
+    found = fresh_of(nano(), samples=32, stop=(".",)).sample([kept(1)], 1, live=0, longest=16)[1]
     lengths = {len(rollout.completion_ids) for rollout in found.rollouts}
     assert lengths == {1, 2} and {rollout.trajectory.answer for rollout in found.rollouts} == {"a", "b"}
+
+
+@pytest.mark.parametrize("longest, expected", [(1, {1, 2}), (16, {1, 2, 3})])
+def test_fresh_answers_take_at_most_twice_the_tokens_of_the_longest_recorded_one(longest, expected):
+    found = fresh_of(nano(), samples=64).sample([kept(1)], 1, 0, longest)[1]
+    assert {len(rollout.completion_ids) for rollout in found.rollouts} == expected
+    assert all(rollout.is_truncated == (rollout.completion_ids[-1] != END) for rollout in found.rollouts)
 
 
 def test_settings_that_cannot_be_learned_from_are_refused():
@@ -174,7 +181,7 @@ def worker_of(folder, log, samples):
 
 
 def share_right(model):
-    found = fresh_of(model, samples=200).sample([kept(1)], 1, live=0)[1]
+    found = fresh_of(model, samples=200).sample([kept(1)], 1, live=0, longest=16)[1]
     return sum(r.trajectory.turns[0].action[0] == "a" for r in found.rollouts) / 200
 
 
