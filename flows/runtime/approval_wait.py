@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
+from prefect.events import emit_event
+from prefect.exceptions import Pause
 from prefect.flow_runs import pause_flow_run, resume_flow_run, suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
@@ -37,6 +39,7 @@ __all__ = ["run_with_approval"]
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0  # polling interval for an answer
+WAITS = "posttrain.approval.waits"  # event that deployments/automations.yaml takes for an orderly wait
 GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
 
 
@@ -108,7 +111,11 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     left = request.deadline - time.time()
     if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
         _remember(settings, result)
-        form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
+        try:
+            form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
+        except Pause:
+            _tell_that_it_waits()
+            raise
         _settle(tracking, request, form, in_time=True)
         _place(settings).unlink(missing_ok=True)
     elif left > 0:
@@ -117,6 +124,15 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
         expire(tracking, request.name)
         found = asked(tracking, request)
     return found
+
+
+def _tell_that_it_waits() -> None:
+    """Emit an event of the suspended flow run, behind its last heartbeat.
+
+    Prefect's heartbeats end with the flow's body, so one may come between the suspension and that end. Nothing follows
+    it then, and the automation `posttrain-crash-zombies` would take the run that waits for one whose process is gone.
+    """
+    emit_event(event=WAITS, resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"})
 
 
 def _key(request: ApprovalRequest) -> str:

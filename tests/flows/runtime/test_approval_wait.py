@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from prefect.exceptions import Pause
 
 from flows.runtime import approval_wait as waiting
 from flows.runtime.approval_commands import how_to_answer
@@ -27,10 +28,6 @@ def test_the_terminal_names_the_page_of_the_form_where_a_server_has_one():
         assert "form" not in how_to_answer(settings, dataclasses.replace(QUESTION, prefect_api=api))
 
 
-class Suspended(BaseException):
-    """As Prefect leaves a flow that it suspends."""
-
-
 class World:
     """The tracking store and Prefect, as far as waiting knows them."""
 
@@ -42,6 +39,8 @@ class World:
         self.outcomes = []  # of answers, in order; [] = what was answered
         self.forms = []  # what pausing or suspending gives; an exception is raised
         self.keys, self.said, self.runs = [], [], 0
+        self.events = []
+        monkeypatch.setattr(waiting, "emit_event", lambda **event: self.events.append(event))
         for name in ("asked", "answer", "expire"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
         monkeypatch.setattr(waiting, "Tracking", lambda *_: None)
@@ -143,9 +142,11 @@ def test_the_deadline_ends_the_wait(world):
 
 def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, monkeypatch):
     world.deploy(monkeypatch, "deployment")
-    world.forms = [Suspended(), form()]
-    with pytest.raises(Suspended):
+    world.forms = [Pause(), form()]
+    with pytest.raises(Pause):
         world.decide()
+    # behind the last heartbeat, so that nobody takes the run for one whose process is gone
+    assert world.events == [{"event": waiting.WAITS, "resource": {"prefect.resource.id": "prefect.flow-run.here"}}]
     world.request = dataclasses.replace(world.request, deadline=time.time() - 1)  # a worker was free late
     result = world.decide()
     assert world.runs == 1 and world.request.state == "approved" and result.waiting is None
