@@ -112,7 +112,9 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
         _remember(settings, result)
         try:
-            form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
+            form = suspend_flow_run(
+                wait_for_input=_form(request, tracking), timeout=max(1, int(left)), key=_key(request)
+            )
         except Pause:
             _tell_that_it_waits()
             raise
@@ -140,10 +142,11 @@ def _key(request: ApprovalRequest) -> str:
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
-def _form(request: ApprovalRequest) -> type[Approval]:
+def _form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
+    page = tracking.run_url(request.stage_run_id, tab="artifacts")  # "" while the store is away
+    review = f"[`review/` in MLflow]({page})" if page else "`review/` in the MLflow run"
     return Approval.with_initial_data(
-        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and `review/` in "
-        "the MLflow run."
+        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
     )
 
 
@@ -166,7 +169,9 @@ def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
     try:
         try:
             limit = int(request.deadline - time.time()) + GRACE_SECONDS
-            form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
+            form = pause_flow_run(
+                wait_for_input=_form(request, tracking), timeout=limit, poll_interval=2, key=_key(request)
+            )
         except Exception as error:
             # The Prefect API is unavailable or refuses: the command line still works.
             logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)

@@ -43,7 +43,8 @@ class World:
         monkeypatch.setattr(waiting, "emit_event", lambda **event: self.events.append(event))
         for name in ("asked", "answer", "expire"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
-        monkeypatch.setattr(waiting, "Tracking", lambda *_: None)
+        store = SimpleNamespace(run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else "")
+        monkeypatch.setattr(waiting, "Tracking", lambda *_: store)
         monkeypatch.setattr(waiting, "pause_flow_run", self.pause)
         monkeypatch.setattr(waiting, "suspend_flow_run", self.pause)
         monkeypatch.setattr(waiting, "resume", lambda *_, **__: None)
@@ -67,6 +68,7 @@ class World:
 
     def pause(self, *, wait_for_input, timeout, key, poll_interval=0):
         self.keys.append(key)
+        self.asked_for = wait_for_input
         form = self.forms.pop(0)
         if isinstance(form, BaseException):
             raise form
@@ -106,6 +108,16 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
     assert (
         "posttrain approve 'demo · 1' --yes" in world.said[0] and world.said[-1] == f"promote: {world.request.outcome}"
     )
+
+
+@pytest.mark.parametrize(
+    ("run", "evidence"), [("stage", "[`review/` in MLflow](http://mlflow/stage/artifacts)."), ("", "`review/` in the ")]
+)
+def test_the_form_links_its_evidence(world, run, evidence):
+    world.request = dataclasses.replace(world.request, stage_run_id=run)
+    world.forms = [form()]
+    world.decide()
+    assert evidence in world.asked_for._description
 
 
 def test_nothing_to_decide(world):
