@@ -148,7 +148,7 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift
     """
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
-    logger.info("retraining %d: %s", record.number, plan.why)
+    logger.info("retraining %d: %s", record.number, plan.why, extra={"for_people": True})
     open_record(home, record)
     fault("retrain.opened")
     tags = {

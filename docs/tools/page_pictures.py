@@ -133,12 +133,10 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
 
 
 def approval_form(page: str) -> dict[str, Shot]:
-    """The form of a flow run that waits for a person, at both sizes."""
+    """The form of a flow run that waits for a person; on a phone its button is in a menu."""
     has_button = "[...document.querySelectorAll('button')].some(e => e.innerText.trim() == 'Resume')"
     opened = f"{said('Reviewer')} && {said('Decision')}"
-    return {
-        f"prefect_approval{size}": Shot(page, has_button, size=size, press="Resume", opened=opened) for size in SIZES
-    }
+    return {"prefect_approval": Shot(page, has_button, press="Resume", opened=opened)}
 
 
 def said(text: str) -> str:
@@ -165,15 +163,17 @@ def served(output: Path) -> Iterator[dict[str, str]]:
     ports = ["--mlflow-port", str(MLFLOW_PORT), "--prefect-port", str(PREFECT_PORT)]
     up = [*posttrain, "up", "--detach", "--output", str(output), *ports]
     monitor = [*posttrain, "monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
-    told = subprocess.run(up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    process = subprocess.Popen(monitor, env=environment, stdout=subprocess.PIPE, text=True)
+    process = None
     try:
+        told = subprocess.run(up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        process = subprocess.Popen(monitor, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         told += process.stdout.readline()
         yield dict(re.findall(r"^(\w+)\s+(http\S+)", told, re.MULTILINE))
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
         subprocess.run([*posttrain, "down", "--output", str(output)], cwd=ROOT, env=environment, check=True)
 
 

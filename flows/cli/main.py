@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unwind_on_sigterm()
     find_own_code()
     try:
-        with bounded(interrupt=arguments.command in _ENDED_BY_CTRL_C):
+        with bounded(interrupt=arguments.command in _ENDED_BY_CTRL_C, resumes=arguments.command in TRAINING):
             code = _run(arguments)
         sys.stdout.flush()
         return code

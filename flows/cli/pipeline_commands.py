@@ -168,7 +168,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     if result.pipeline is not None:
         print(visible(result.pipeline.table()))
     print(visible(result.message))
-    return 0
+    return 0 if result.pipeline is None or result.pipeline.ok else 1
 
 
 def validate(arguments: argparse.Namespace) -> int:

@@ -45,6 +45,7 @@ def _results(run: RunView) -> list[dict[str, str]]:
     if items and promote is not None:
         decision = "promoted" if re.search(r"(?<!not) promoted\b", promote.note) else "not promoted"
         decision = "champion already" if "is the champion already" in promote.note else decision
+        decision = "waits for approval" if run.status == "waiting" else decision
         why = _first_clause(promote.note)
         items.append({"label": "champion", "value": decision, "sub": why, "title": promote.note})
     return items

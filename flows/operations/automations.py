@@ -103,8 +103,9 @@ async def _put(client: PrefectClient, wanted: Any, *, explicit: bool) -> Applied
         return Applied(wanted.name, "unchanged", note)
     from prefect.events.schemas.automations import AutomationCore
 
-    # Rebuilt so that defaults count as set, as the client sends only set fields.
-    await client.update_automation(first.id, AutomationCore.model_validate(wanted.model_dump(mode="json")))
+    # Rebuilt so that defaults count as set, as the client sends only set fields; the owner cannot be changed.
+    told = wanted.model_dump(mode="json", exclude={"owner_resource"})
+    await client.update_automation(first.id, AutomationCore.model_validate(told))
     return Applied(wanted.name, "updated", note)
 
 

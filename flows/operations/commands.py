@@ -37,7 +37,7 @@ OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
     "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments", "service": "--service",
     "serve": "--serve", "serve_port": "--serve-port", "rollouts": "--rollouts",
-    "monitor_port": "--monitor-port",
+    "monitor_port": "--monitor-port", "learn": "`online:` of the config of --serve",
 }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _repair(places: StatePaths, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if options[name] != value:
             raise SettingsError(
-                f"{OPTION_NAMES[name]}: the servers of {places.output} run with {options[name]}, not {value}; "
+                f"{OPTION_NAMES[name]}: the servers of {places.output} run {_other(name, options[name], value)}; "
                 f"`{own_command('down', places.output)}` first, then `posttrain up` with the new value"
             )
     broken = [service.name for service in state.services if service.phase != "up"]
@@ -161,6 +161,13 @@ def _repair(places: StatePaths, given: dict[str, Any]) -> None:
     _say(links(state, places.output))
     if state.problem:
         raise DataError(state.problem)
+
+
+def _other(name: str, present: Any, wanted: Any) -> str:
+    """An option of the running servers, in words, where another value is asked for."""
+    if name == "learn":
+        return "with it" if present else "without it"
+    return "without it" if present is None else f"with {present}, not {wanted}"
 
 
 def _wait(places: StatePaths, until: Callable[[State], bool], what: str, child: Any = None) -> State:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from flows.operations.checks import check_api, configured_api
-from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
+from flows.operations.report import mlflow_of
+from flows.operations.services import GPU_LIMIT, prefect_url
 from flows.operations.state import State, StatePaths, is_running, read_state
 from flows.runtime.prefect_access import CLIENT, password
 from rl_core.errors import BackendError
@@ -35,8 +36,8 @@ def connect(output: Path, *, prefect: bool = True) -> None:
     if state is not None and state.phase == "stopping":
         state = None
     # A server that is down for a moment is no reason to write past it: the tracker keeps what it cannot deliver.
-    if state is not None and any(service.name == "mlflow" for service in state.services):
-        os.environ.setdefault("MLFLOW_TRACKING_URI", mlflow_url(state.options))
+    if state is not None and (address := mlflow_of(state)):
+        os.environ.setdefault("MLFLOW_TRACKING_URI", address)
     if not prefect:
         return
     if state is not None:

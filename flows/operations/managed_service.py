@@ -38,7 +38,7 @@ class ManagedService:
         self, service: ServiceSpec, log_path: Path, start: Callable[..., subprocess.Popen[bytes]] = spawn
     ) -> None:
         self.service, self._log, self._start = service, log_path, start
-        self.state = ServiceState(service.name, url=service.url, log=str(log_path))
+        self.state = ServiceState(service.name, url=service.url, log=str(log_path), access=service.access)
         self.process: subprocess.Popen[bytes] | None = None
         self.failures = 0  # consecutive
         self._log_start = 0  # start of the current process's output in the log

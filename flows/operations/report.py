@@ -11,23 +11,33 @@ from flows.operations.state import ServiceState, State
 from flows.runtime.prefect_access import CLIENT, auth_file
 from tasks.own_commands import own_command
 
-__all__ = ["links", "table"]
+__all__ = ["links", "mlflow_of", "table"]
+
+
+def mlflow_of(state: State) -> str:
+    """Address of the MLflow server that the worker's runs use; "" = elsewhere, at an address that holds a password."""
+    has_own = any(service.name == "mlflow" for service in state.services)
+    return mlflow_url(state.options) if has_own else state.mlflow
 
 
 def links(state: State, output: Path) -> str:
     """Links, registered deployments, and environment variables for the prefect and mlflow commands."""
-    lines = [f"{service.name:9}{service.url}" for service in state.services]
+    lines = [f"{service.name:9}{service.url}{_access(service)}".rstrip() for service in state.services]
+    mlflow = mlflow_of(state)
     if not any(service.name == "mlflow" for service in state.services):
-        lines.append("mlflow   runs elsewhere (MLFLOW_TRACKING_URI)")
+        lines.append(f"mlflow   {mlflow or 'as MLFLOW_TRACKING_URI said'} (runs elsewhere)")
     lines += _registered(state)
     here = own_command("COMMAND", output)
     lines.append(f"`{here}` uses these servers; for prefect's and mlflow's own commands:")
-    lines.append(
-        f"  export PREFECT_API_URL={prefect_url(state.options)}/api MLFLOW_TRACKING_URI={mlflow_url(state.options)}"
-    )
+    tracking = f" MLFLOW_TRACKING_URI={mlflow}" if mlflow else ""
+    lines.append(f"  export PREFECT_API_URL={prefect_url(state.options)}/api{tracking}")
     lines.append(f'  export {CLIENT}="$(cat {shlex.quote(str(auth_file(output)))})"')
     lines.append("Prefect's page asks once for that password")
     return "\n".join(lines)
+
+
+def _access(service: ServiceState) -> str:
+    return f"    ({service.access})" if service.access else ""
 
 
 def _registered(state: State) -> list[str]:

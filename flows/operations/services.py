@@ -69,6 +69,7 @@ class ServiceSpec:
     lead: float = 0.0  # seconds for its descendants to end before its own SIGTERM
     soft: float = 5.0  # seconds from its SIGTERM to that of its descendants
     grace: float = 15.0  # seconds from SIGTERM to SIGKILL
+    access: str = ""  # where its clients get a key from; "" = it asks for none
 
 
 def prefect_url(options: Options) -> str:
@@ -233,5 +234,5 @@ def _serve(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpec
     needs = "" if mlflow_elsewhere else "mlflow"
     return ServiceSpec(
         "serve", command, environment, ROOT, f"{url}/v1", lambda: _answers(f"{url}/healthz"), "--serve-port", port,
-        needs=needs,
+        needs=needs, access=f"API key in {output / 'serving' / 'token'}",
     )  # fmt: skip

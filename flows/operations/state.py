@@ -92,6 +92,7 @@ class ServiceState:
     retry_at: float = 0.0  # seconds since 1970, while waiting
     message: str = ""  # reason of the last restart
     log: str = ""
+    access: str = ""  # where its clients get a key from
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class State:
     services: list[ServiceState] = field(default_factory=list)
     repairs: int = 0  # number of further `up` calls served
     registration: dict[str, Any] = field(default_factory=dict)  # see registration.py; {} = not done yet
+    mlflow: str = ""  # address of an MLflow server elsewhere; "" = there is none, or its address holds a password
 
     def service(self, name: str) -> ServiceState:
         """Server by name."""

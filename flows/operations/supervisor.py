@@ -29,6 +29,7 @@ from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
+from tasks.mlflow_environment import without_password
 from tasks.shipped import shipped
 
 __all__ = ["MoreServers", "Supervisor", "no_more"]
@@ -74,7 +75,8 @@ class Supervisor:
         self.places = StatePaths(output)
         own = ProcessId.of(os.getpid())
         assert own is not None
-        self.state = State(supervisor=own, options=options)
+        is_shown = without_password(mlflow_elsewhere) == mlflow_elsewhere  # others may read the state
+        self.state = State(supervisor=own, options=options, mlflow=mlflow_elsewhere if is_shown else "")
         self.servers: list[ManagedService] = []
         self._registration: subprocess.Popen[bytes] | None = None
         self._clock = SteadyClock()

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
+from prefect.events import emit_event
+from prefect.exceptions import Pause
 from prefect.flow_runs import pause_flow_run, resume_flow_run, suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
@@ -37,6 +39,7 @@ __all__ = ["run_with_approval"]
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0  # polling interval for an answer
+WAITS = "posttrain.approval.waits"  # event that deployments/automations.yaml takes for an orderly wait
 GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
 
 
@@ -108,7 +111,13 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     left = request.deadline - time.time()
     if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
         _remember(settings, result)
-        form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
+        try:
+            form = suspend_flow_run(
+                wait_for_input=_form(request, tracking), timeout=max(1, int(left)), key=_key(request)
+            )
+        except Pause:
+            _tell_that_it_waits()
+            raise
         _settle(tracking, request, form, in_time=True)
         _place(settings).unlink(missing_ok=True)
     elif left > 0:
@@ -119,15 +128,25 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     return found
 
 
+def _tell_that_it_waits() -> None:
+    """Emit an event of the suspended flow run, behind its last heartbeat.
+
+    Prefect's heartbeats end with the flow's body, so one may come between the suspension and that end. Nothing follows
+    it then, and the automation `posttrain-crash-zombies` would take the run that waits for one whose process is gone.
+    """
+    emit_event(event=WAITS, resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"})
+
+
 def _key(request: ApprovalRequest) -> str:
     """Pause key; Prefect pauses once per key, so a repeated request needs a new one."""
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
-def _form(request: ApprovalRequest) -> type[Approval]:
+def _form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
+    page = tracking.run_url(request.stage_run_id, tab="artifacts")  # "" while the store is away
+    review = f"[`review/` in MLflow]({page})" if page else "`review/` in the MLflow run"
     return Approval.with_initial_data(
-        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and `review/` in "
-        "the MLflow run."
+        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
     )
 
 
@@ -150,7 +169,9 @@ def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
     try:
         try:
             limit = int(request.deadline - time.time()) + GRACE_SECONDS
-            form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
+            form = pause_flow_run(
+                wait_for_input=_form(request, tracking), timeout=limit, poll_interval=2, key=_key(request)
+            )
         except Exception as error:
             # The Prefect API is unavailable or refuses: the command line still works.
             logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 from rich.table import Column
 from rich.text import Text
 
+from flows.runtime.terminal_text import fitted
 from flows.runtime.time_left import TimeLeft
 from flows.runtime.visible import visible
 
@@ -37,7 +38,7 @@ class _Warnings(logging.Handler):
         """Print one record."""
         if record.levelno >= logging.WARNING:
             text = visible(f"{record.levelname.lower()}: {record.getMessage()}")
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(fitted(text, self.console), highlight=False, markup=False, soft_wrap=True)
         elif getattr(record, "for_people", False):
             self.console.print(visible(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 

@@ -71,13 +71,14 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded(
-    seconds: float | None = None, code: int = 128 + signal.SIGTERM, *, interrupt: bool = False
+    seconds: float | None = None, code: int = 128 + signal.SIGTERM, *, interrupt: bool = False, resumes: bool = True
 ) -> Iterator[None]:
     """End this process `seconds` after a SIGTERM that arrives within the block, whatever then still runs.
 
     Args:
         seconds: None = LAST_SECONDS. code: exit code of a process that is ended so by SIGTERM.
         interrupt: do so after Ctrl-C as well, once no training loop has it wait for its iteration any more.
+        resumes: True = what is ended so has checkpoints, from which the same command goes on.
 
     A thread learns of the signal from the file that the interpreter's own handler writes to: also while the main thread
     is in C, and whoever handles the signal there (Prefect does within a flow, the training loop within training).
@@ -88,7 +89,8 @@ def bounded(
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read, seconds, code, interrupt), name="stop", daemon=True).start()
+    given = (read, seconds, code, interrupt, resumes)
+    threading.Thread(target=_watch, args=given, name="stop", daemon=True).start()
     try:
         yield
     finally:
@@ -107,7 +109,7 @@ def unbounded() -> Iterator[None]:
         signal.set_wakeup_fd(before)
 
 
-def _watch(read: int, seconds: float | None, code: int, interrupt: bool) -> None:
+def _watch(read: int, seconds: float | None, code: int, interrupt: bool, resumes: bool) -> None:
     signum = _awaited(read, interrupt)
     if signum is None:
         os.close(read)
@@ -119,7 +121,8 @@ def _watch(read: int, seconds: float | None, code: int, interrupt: bool) -> None
         thread.start()
         thread.join(WORDS_SECONDS)
     how = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
-    print(f"posttrain: stopped by {how}; the same command resumes from the last checkpoint", file=sys.stderr)
+    more = "; the same command resumes from the last checkpoint" if resumes else ""
+    print(f"posttrain: stopped by {how}{more}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(code if signum == signal.SIGTERM else 128 + signum)
 

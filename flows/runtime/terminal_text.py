@@ -11,9 +11,12 @@ __all__ = ["fitted"]
 _LEAST = 36  # columns, however narrow the terminal is
 
 
-def fitted(text: str) -> str:
-    """Lines that are too long wrapped between words, with an indent two columns deeper than theirs."""
-    terminal = Console()
+def fitted(text: str, console: Console | None = None) -> str:
+    """Lines that are too long wrapped between words, with an indent two columns deeper than theirs.
+
+    console: the one that they are printed on; None = standard output.
+    """
+    terminal = console or Console()
     if not terminal.is_terminal:
         return text
     width = max(_LEAST, terminal.width)

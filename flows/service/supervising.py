@@ -24,6 +24,7 @@ from rl_core.settings import ServiceSettings
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import resolve
+from tasks.mlflow_environment import without_password
 
 __all__ = ["address_of", "beside_pipelines", "log_of", "same_store", "supervise"]
 
@@ -61,9 +62,11 @@ def beside_pipelines(settings: ServiceSettings, output: Path, mlflow: str) -> li
     ServiceStore(settings.store_url).close()
     write_json_atomic(folder / "settings.json", resolve(settings))
     option = "the service's file: server.port"
+    is_shown = without_password(settings.store) == settings.store  # others may read what `up` keeps
+    access = f"a key: posttrain service key create NAME{same_store(settings)}" if is_shown else ""
     return [
         dataclasses.replace(
-            spec, name=name, option=option if spec.port is not None else "",
+            spec, name=name, option=option if spec.port is not None else "", access=access if spec.url else "",
             environment={**spec.environment, **base_environment(output, name), "MLFLOW_TRACKING_URI": mlflow,
                          "PYTHONPATH": spec.environment["PYTHONPATH"]},
         )

@@ -100,7 +100,7 @@ def run_killed(
 ) -> Trial:
     """Run it while killing it (SIGKILL), at random moments and at random fault points in turn, until it ends.
 
-    Raises: CheckFailed when a restart fails.
+    Raises: CheckFailed when a restart fails, or all of them take longer than `limit_s`.
     """
     trial = Trial(folder / "killed" / command.name)
     start_up = whole.first_progress or 1.0
@@ -108,9 +108,10 @@ def run_killed(
     while True:
         number = len(trial.interruptions)
         more = {"PYTHONHASHSEED": str(2 + number)}
-        moment, fault = _Moment(limit_s), ""
+        left_s = limit_s - trial.seconds
+        moment, fault = _Moment(left_s), ""
         if number < kills and trial.seconds < limit_s / 2:
-            moment = _Moment(limit_s, rng.uniform(0, 0.8) * 2 * rest / (kills + 1))
+            moment = _Moment(left_s, rng.uniform(0, 0.8) * 2 * rest / (kills + 1))
             if number % 4 == 3:  # while it starts
                 moment = _Moment(rng.random() * start_up)
             elif number % 2:
@@ -118,6 +119,8 @@ def run_killed(
                 more[VARIABLE] = f"{fault}:kill"
         if _one_process(command, trial, folder / "killed.log", more, moment, fault, report):
             return trial
+        if trial.seconds >= limit_s:
+            raise CheckFailed(f"the run under kills takes longer than {limit_s:.0f} s")
 
 
 def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, report: Report) -> Trial:
@@ -237,11 +240,9 @@ class _Process:
 
     def _look(self) -> None:
         newest = _progress(self._home, self._began_at)
-        if newest is None:
-            return
-        if self.first_progress is None:
+        if newest is not None and self.first_progress is None:
             self.first_progress = time.monotonic() - self._began
-        self._report(f"{self._what}: {self.seconds:.0f} s, {newest}")
+        self._report(f"{self._what}: {self.seconds:.0f} s, {newest or 'starting'}")
 
 
 def _progress(home: Path, since: float) -> str | None:

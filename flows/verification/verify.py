@@ -53,6 +53,8 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     report = _Report()
     command = Command(config, [*overrides, *_own_overrides(settings)], settings.name)
     began, limit_s = time.monotonic(), plan.minutes * 60
+    print(f"{settings.name}: in one piece, then {_interrupted(plan)}; at most {plan.minutes:g} min\nfiles    {folder}",
+          flush=True)  # fmt: skip
     try:
         try:
             whole = run_whole(command, folder, limit_s / 2, report)
@@ -68,7 +70,7 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
                 trial = run_killed(command, folder, whole, plan.kills, random.Random(plan.seed), left_s, report)
         except CheckFailed as error:
             report.clear()
-            refused = "slices" in str(error)
+            refused = "slices" in str(error) or "takes longer" in str(error)
             print(f"{'not verified' if refused else 'NOT the same'}: {error}\nkept: {folder}")
             return REFUSED if refused else DIFFERENT
     except BaseException:
@@ -94,6 +96,13 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return EQUAL
+
+
+def _interrupted(plan: Plan) -> str:
+    """The second run in words."""
+    if plan.slice_s is not None:
+        return f"stopped by SIGTERM after each {plan.slice_s:g} s"
+    return f"killed {plan.kills} times" if plan.kills > 1 else "killed once"
 
 
 def _own_overrides(settings: PipelineSettings) -> list[str]:

@@ -48,17 +48,25 @@ HEADLINES = {
     "policy/update_kl": "KL", "policy/entropy": "entropy", "train/accuracy": "accuracy", "train/loss": "loss",
 }  # fmt: skip
 NUM_HEADLINES = 3
+ROUNDING = 1e-12
 _MAY_BE_IDLE = "policy/update_kl"  # always 0 with one step per rollout: nothing that one would want to be told
 
 
 def headline(metrics: Mapping[str, float]) -> str:
     """The numbers of an iteration that matter, for the progress line."""
     told = [
-        f"{label} {metrics[name]:.0%}" if name.endswith("success_rate") else f"{label} {metrics[name]:.3g}"
+        f"{label} {metrics[name]:.0%}"
+        if name.endswith("success_rate")
+        else f"{label} {_without_noise(metrics[name]):.3g}"
         for name, label in HEADLINES.items()
         if name in metrics and (metrics[name] or name != _MAY_BE_IDLE)
     ]
     return " · ".join(told[:NUM_HEADLINES])
+
+
+def _without_noise(value: float) -> float:
+    """0 for what rounding leaves of a sum that is 0, as of rewards with mean 0 over a group."""
+    return 0.0 if abs(value) < ROUNDING else value
 
 
 def run_loop(

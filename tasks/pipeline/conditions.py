@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, with_inputs: bool
         found.append("environment.options: a secret has another value")
     found += _content_changes(old, new)
     if with_inputs:
-        found += _input_changes(old, new)
+        found += _input_changes(old, new, told=found)
     if old.get("code") != new.get("code"):
         found.append(_own_code_change(old, new))
     return found
@@ -159,25 +159,48 @@ def _functions(old: Mapping[str, str] | None, new: Mapping[str, str] | None) -> 
     return f", {' and '.join(parts)}" if parts else ", comments or layout alone"
 
 
-def _input_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Inputs whose content differs; of one that another stage made, what differs there."""
+def _input_changes(old: Mapping[str, Any], new: Mapping[str, Any], told: Iterable[str]) -> Iterator[str]:
+    """Inputs whose content differs; of one that other stages made, what differs there first, unless it is told."""
+    known, causes = set(told), _Causes()
+    for line, before, now in _changed_inputs(old, new):
+        yield line
+        for cause in causes(before, now):
+            if cause not in known:
+                known.add(cause)
+                yield f"  of it: {cause}"
+
+
+def _changed_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(line, place before, place now) of each input whose content differs."""
     one, other = old.get("inputs") or {}, new.get("inputs") or {}
     for name in dict.fromkeys([*one, *other]):
         if one.get(name) == other.get(name):
             continue
         before, now = ((side.get("places") or {}).get(name, "absent") for side in (old, new))
         place = now if now == before else f"{before} -> {now}"
-        yield f"input {name} ({place}): {_digest(one.get(name))} -> {_digest(other.get(name))}"
-        reasons = _of_stages(before, now)
-        yield from (f"  of it: {line}" for line in reasons)
+        yield f"input {name} ({place}): {_digest(one.get(name))} -> {_digest(other.get(name))}", before, now
 
 
-def _of_stages(before: str, now: str) -> list[str]:
-    """Differences between two finished stages that made an input, where both are known."""
-    found = [finished_conditions(_stage_folder(Path(place))) for place in (before, now)]
-    if found[0] is None or found[1] is None or before == now:
-        return []
-    return changes(found[0], found[1])
+class _Causes:
+    """First causes of the difference of two inputs that stages made: not what follows from an earlier stage's."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], list[str]] = {}
+
+    def __call__(self, before: str, now: str) -> list[str]:
+        """Lines as of `changes`, each once; [] where one of the two is no finished stage."""
+        if (before, now) not in self._known:
+            self._known[before, now] = self._found(before, now)
+        return self._known[before, now]
+
+    def _found(self, before: str, now: str) -> list[str]:
+        old, new = (finished_conditions(_stage_folder(Path(place))) for place in (before, now))
+        if old is None or new is None or before == now:
+            return []
+        lines = changes(old, new, with_inputs=False)
+        for line, *places in _changed_inputs(old, new):
+            lines += self(*places) or [line]
+        return list(dict.fromkeys(lines))
 
 
 def _stage_folder(place: Path) -> Path:

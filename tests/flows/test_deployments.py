@@ -108,6 +108,7 @@ def test_the_event_runs_a_deployment_that_exists():
 
 
 def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends():
+    from flows.runtime.approval_wait import WAITS
     from flows.runtime.prefect_home import HEARTBEAT_SECONDS, prefect_environment
 
     zombies = AUTOMATIONS["posttrain-crash-zombies"]["trigger"]
@@ -115,9 +116,8 @@ def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends
     assert zombies["within"] == 3 * beat and beat == HEARTBEAT_SECONDS
     # of a run from a shell, which joins the server of `posttrain up`, and of the worker
     assert prefect_environment()["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(beat)
-    assert {"prefect.flow-run.Suspended", "prefect.flow-run.Paused", "prefect.flow-run.Completed"} <= set(
-        zombies["expect"]
-    )
+    orderly = {f"prefect.flow-run.{state}" for state in ("Suspended", "Paused", "Completed")}
+    assert {*orderly, WAITS} <= set(zombies["expect"])
 
 
 def test_the_webhook_gets_json_whatever_a_message_holds():

@@ -444,6 +444,14 @@ def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, 
     assert calls[1][1] == {"start": None, "force": False, "reason": "", "quiet": False, **UNASKED}
 
 
+def test_a_retraining_whose_promotion_is_postponed_exits_with_1(config, flow, monkeypatch):
+    """As a run does: a job of Kubernetes is tried again then."""
+    pipeline = SimpleNamespace(ok=False, table=lambda: "the table")
+    result = SimpleNamespace(status="postponed", message="the store does not answer", pipeline=pipeline)
+    monkeypatch.setitem(sys.modules, "flows.retrain", SimpleNamespace(run_retraining=lambda *_, **__: result))
+    assert cli.main(["retrain", config]) == 1
+
+
 def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
     monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: SimpleNamespace(ok=False, table=lambda: ""))
     assert cli.main(["run", config]) == 1

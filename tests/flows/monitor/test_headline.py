@@ -38,6 +38,9 @@ def test_a_finished_run_shows_results_and_the_decision():
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
         assert refused["items"][-1]["value"] == "not promoted"
+    asked = stage("promote", note="version 2 of demo awaiting approval: no champion yet; success 75% is at least 50%")
+    waits = tiles(run(stage("sft"), EVALUATED, asked, status="waiting"), None)["items"][-1]
+    assert waits["value"] == "waits for approval"
     note = "version 2 of demo is the champion already (version 2 of demo promoted: approved by ada)"
     again = tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
     assert again["items"][-1]["value"] == "champion already"

@@ -42,9 +42,13 @@ class Client:
         self.put(uuid4(), wanted)
 
     async def update_automation(self, id, wanted):
+        from prefect.server.events.schemas.automations import AutomationUpdate
+
         self.calls.append(("update", wanted.name))
-        # As the real one: what is not set is not sent, and the server fills in its defaults.
-        self.put(id, wanted.model_validate(wanted.model_dump(mode="json", exclude_unset=True)))
+        # As the real one: what is not set is not sent, the server refuses what it does not know, and fills in defaults.
+        sent = wanted.model_dump(mode="json", exclude_unset=True)
+        AutomationUpdate.model_validate(sent)
+        self.put(id, wanted.model_validate(sent))
 
     async def delete_automation(self, id):
         self.calls.append(("delete", self.there.pop(id).name))

@@ -15,8 +15,10 @@ from flows.operations.checks import SettingsError
 from flows.operations.commands import down, status, up
 from flows.operations.processes import MARK, ProcessId, mark_of
 from flows.operations.registration import declared
+from flows.operations.report import links
 from flows.operations.services import ROOT, ServiceSpec, services
 from flows.operations.state import Options, ServiceState, State, StatePaths, write_state
+from flows.operations.supervisor import Supervisor
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
@@ -82,6 +84,13 @@ def test_a_further_up_with_other_options_is_refused(running):
         SettingsError, match=r"--prefect-port: .* run with 4301, not 4200; `posttrain down --output .*` first"
     ):
         up(running, {"prefect_port": 4200})
+
+
+def test_a_further_up_for_more_servers_or_another_way_to_serve_is_refused_in_words(running):
+    with pytest.raises(SettingsError, match=r"--monitor-port: the servers of \S+ run without it; `posttrain down"):
+        up(running, {"monitor_port": 7860})
+    with pytest.raises(SettingsError, match=r"`online:` of the config of --serve: the servers of \S+ run without it; "):
+        up(running, {"learn": 1})
 
 
 def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
@@ -206,6 +215,29 @@ def test_an_mlflow_that_runs_elsewhere_is_used_and_not_started(tmp_path):
     prefect, worker = services(tmp_path, Options(), database.Databases(), "http://team:5000")
     assert (prefect.name, worker.name) == ("prefect", "worker")
     assert worker.environment["MLFLOW_TRACKING_URI"] == "http://team:5000"
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "known", "told"),
+    [
+        (
+            "http://team:5000",
+            "http://team:5000",
+            ("mlflow   http://team:5000 (runs", "MLFLOW_TRACKING_URI=http://team:"),
+        ),
+        ("http://me:secret@team:5000", "", ("mlflow   as MLFLOW_TRACKING_URI said (runs elsewhere)", "4200/api\n")),
+    ],
+)
+def test_commands_use_the_mlflow_elsewhere_that_the_worker_uses(elsewhere, known, told, tmp_path, monkeypatch):
+    supervisor = Supervisor(tmp_path, Options(), "sqlite", mlflow_elsewhere=elsewhere)
+    supervisor.state.services = [ServiceState("prefect", "p", "up")]
+    write_state(StatePaths(tmp_path), supervisor.state)
+    assert "secret" not in StatePaths(tmp_path).state.read_text()
+    text = links(supervisor.state, tmp_path)
+    assert all(part in text for part in told) and "127.0.0.1:5000" not in text
+    with FolderLock(StatePaths(tmp_path).lock):
+        connect.connect(tmp_path, prefect=False)
+    assert os.environ.get("MLFLOW_TRACKING_URI", "") == known
 
 
 def test_the_deployments_of_the_checkout_are_read(tmp_path):

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from prefect.exceptions import Pause
 
 from flows.runtime import approval_wait as waiting
 from flows.runtime.approval_commands import how_to_answer
@@ -27,10 +28,6 @@ def test_the_terminal_names_the_page_of_the_form_where_a_server_has_one():
         assert "form" not in how_to_answer(settings, dataclasses.replace(QUESTION, prefect_api=api))
 
 
-class Suspended(BaseException):
-    """As Prefect leaves a flow that it suspends."""
-
-
 class World:
     """The tracking store and Prefect, as far as waiting knows them."""
 
@@ -42,9 +39,12 @@ class World:
         self.outcomes = []  # of answers, in order; [] = what was answered
         self.forms = []  # what pausing or suspending gives; an exception is raised
         self.keys, self.said, self.runs = [], [], 0
+        self.events = []
+        monkeypatch.setattr(waiting, "emit_event", lambda **event: self.events.append(event))
         for name in ("asked", "answer", "expire"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
-        monkeypatch.setattr(waiting, "Tracking", lambda *_: None)
+        store = SimpleNamespace(run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else "")
+        monkeypatch.setattr(waiting, "Tracking", lambda *_: store)
         monkeypatch.setattr(waiting, "pause_flow_run", self.pause)
         monkeypatch.setattr(waiting, "suspend_flow_run", self.pause)
         monkeypatch.setattr(waiting, "resume", lambda *_, **__: None)
@@ -68,6 +68,7 @@ class World:
 
     def pause(self, *, wait_for_input, timeout, key, poll_interval=0):
         self.keys.append(key)
+        self.asked_for = wait_for_input
         form = self.forms.pop(0)
         if isinstance(form, BaseException):
             raise form
@@ -109,6 +110,16 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
     )
 
 
+@pytest.mark.parametrize(
+    ("run", "evidence"), [("stage", "[`review/` in MLflow](http://mlflow/stage/artifacts)."), ("", "`review/` in the ")]
+)
+def test_the_form_links_its_evidence(world, run, evidence):
+    world.request = dataclasses.replace(world.request, stage_run_id=run)
+    world.forms = [form()]
+    world.decide()
+    assert evidence in world.asked_for._description
+
+
 def test_nothing_to_decide(world):
     world.run_once = lambda: PipelineResult({}, [], "", 1.0)
     assert world.decide().waiting is None and world.keys == [] and world.said == []
@@ -143,9 +154,11 @@ def test_the_deadline_ends_the_wait(world):
 
 def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, monkeypatch):
     world.deploy(monkeypatch, "deployment")
-    world.forms = [Suspended(), form()]
-    with pytest.raises(Suspended):
+    world.forms = [Pause(), form()]
+    with pytest.raises(Pause):
         world.decide()
+    # behind the last heartbeat, so that nobody takes the run for one whose process is gone
+    assert world.events == [{"event": waiting.WAITS, "resource": {"prefect.resource.id": "prefect.flow-run.here"}}]
     world.request = dataclasses.replace(world.request, deadline=time.time() - 1)  # a worker was free late
     result = world.decide()
     assert world.runs == 1 and world.request.state == "approved" and result.waiting is None

@@ -100,6 +100,7 @@ def test_the_numbers_that_matter_are_told_in_their_order():
     assert headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
     assert headline({**metrics, "policy/update_kl": 0.0, "policy/entropy": 0.176}).endswith("0.75 · entropy 0.176")
     assert headline({"train/loss": 0.5}) == "loss 0.5" and headline({}) == ""
+    assert headline({"reward/mean": -7.59e-19}) == "reward 0" and headline({"train/loss": 1e-6}) == "loss 1e-06"
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -112,6 +113,15 @@ def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(caps
     told = capsys.readouterr()
     said, silent = (told.err, told.out) if quiet else (told.out, told.err)
     assert said.splitlines() == ["policy runs anew", "warning: slow", "approve it"] and silent == ""
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(False, 1), (True, 3)])
+def test_a_warning_is_whole_in_a_pipe_and_breaks_no_path_of_a_terminal(terminal, lines):
+    out = io.StringIO()
+    path = "/data/" + "long/" * 18 + "d977d5e8ca8fda5f.tracking"
+    with Display(console=Console(file=out, width=80, force_terminal=terminal), quiet=True):
+        logging.getLogger("tasks").warning("the records of this stage wait in %s until the store answers", path)
+    assert path in out.getvalue() and len(out.getvalue().splitlines()) == lines
 
 
 def test_texts_of_environments_and_models_cannot_move_the_cursor():

@@ -12,7 +12,7 @@ from flows.runtime import stopping
 stopping.LAST_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *arguments: None)  # whoever handles it does not stop
 path = pathlib.Path(sys.argv[1])
-bound = stopping.bounded(0.1, 75) if sys.argv[2] == "own" else stopping.bounded()
+bound = stopping.bounded(0.1, 75, resumes=False) if sys.argv[2] == "own" else stopping.bounded()
 with bound, stopping.last_words(lambda: path.write_text(f"stopped {stopping.asked.is_set()}")):
     if sys.argv[2] != "end":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -27,6 +27,7 @@ def test_what_does_not_stop_is_ended(tmp_path, how, code):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == code, done.stderr
     assert ("stopped by SIGTERM" in done.stderr) is (how != "end")
+    assert ("resumes from the last checkpoint" in done.stderr) is (how == "hang")  # a server has none
     assert (tmp_path / "words").exists() is (how != "end")
     assert how == "end" or (tmp_path / "words").read_text() == "stopped True"
 

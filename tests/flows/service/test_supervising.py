@@ -126,3 +126,5 @@ def test_the_service_beside_pipelines(tmp_path):
     assert written == output / "service" / "settings.json" and engine.command[-2:] == ("worker", str(written))
     assert service_settings(json.loads(written.read_text())).engine.bases == {"small": "org/small"}
     assert server.works() is False and engine.works() is True
+    assert server.access == f"a key: posttrain service key create NAME --set 'folder={output / 'service'}'"
+    assert engine.access == ""

@@ -1,6 +1,7 @@
 """Names of models, versions that come while the server runs, and the server of `posttrain up`."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ from flows.cli.parser import build_parser
 from flows.cli.serve_command import serving_of
 from flows.cli.service_commands import _to_serve
 from flows.operations.database import Databases
+from flows.operations.managed_service import ManagedService
+from flows.operations.processes import ProcessId
+from flows.operations.report import links
 from flows.operations.services import services
-from flows.operations.state import Options
+from flows.operations.state import Options, State
 from flows.runtime.access_token import token_of
 from flows.serving.chat_routes import _of_one_version
 from flows.serving.model_watch import ModelWatch
@@ -102,6 +106,10 @@ def test_up_serves_a_pipeline_that_says_so(tmp_path):
     specs = services(tmp_path, Options(serve=str(config), serve_port=9002), Databases())
     assert [spec.name for spec in specs] == ["mlflow", "prefect", "worker", "serve"]
     assert specs[-1].port == 9002 and specs[-1].needs == "mlflow" and "--wait" in specs[-1].command
+    state = State(ProcessId.of(os.getpid()), Options(), services=[ManagedService(specs[-1], tmp_path / "log").state])
+    assert links(state, tmp_path).splitlines()[0] == (
+        f"serve    http://127.0.0.1:9002/v1    (API key in {tmp_path / 'serving' / 'token'})"
+    )
     assert "serve" not in [spec.name for spec in services(tmp_path, Options(), Databases())]
 
 

@@ -15,7 +15,7 @@ import pytest
 from flows.cli.main import main
 from flows.verification import verify
 from flows.verification.differences import compare_runs
-from flows.verification.trials import Command, run_killed, run_sliced, run_whole
+from flows.verification.trials import Command, Trial, run_killed, run_sliced, run_whole
 from rl_core.errors import CheckFailed
 from tasks.config import load
 
@@ -108,6 +108,15 @@ def test_slices_too_short_for_progress_are_refused(tmp_path):
         run_sliced(command(), tmp_path, 0.05, 60.0, lambda text: None)
 
 
+def test_a_run_that_hangs_after_a_kill_ends_at_the_limit(tmp_path):
+    """It was started again and again, for as long as the limit each."""
+    told = []
+    whole = Trial(tmp_path / "whole" / "t", seconds=0.6, first_progress=0.1)
+    with pytest.raises(CheckFailed, match=r"the run under kills takes longer than 2 s"):
+        run_killed(command("time.sleep(60)"), tmp_path, whole, 1, random.Random(0), 2.0, told.append)
+    assert re.match(r"killed, process 1: \d s, starting", told[0])
+
+
 def test_a_pipeline_that_fails_or_never_ends_is_not_verified(tmp_path):
     with pytest.raises(CheckFailed, match=r"(?s)exit code 1:\n.*ZeroDivisionError"):
         run_whole(command("1 / 0"), tmp_path, 60.0, lambda text: None)
@@ -130,7 +139,7 @@ def test_verdicts_and_exit_codes(tmp_path, monkeypatch, capsys, loss, code, said
     settings = load(str(ROOT / "configs/test.yaml"), [f"output={tmp_path / 'out'}", "name=t"])
     assert verify.verify("x", [], settings, verify.Plan(kills=2)) == code
     text = capsys.readouterr().out
-    assert said in text
+    assert said in text and text.startswith("t: in one piece, then killed 2 times; at most 60 min\nfiles ")
     left = list((tmp_path / "out").glob("verify-*"))
     assert len(left) == (code != verify.EQUAL) and (code == verify.EQUAL or str(left[0]) in text)
 

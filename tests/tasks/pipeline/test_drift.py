@@ -11,7 +11,7 @@ from rl_core.errors import ResumeRefused, Stopped
 from rl_core.settings import SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.pipeline import key as keys
-from tasks.pipeline.conditions import finished_conditions
+from tasks.pipeline.conditions import changes, finished_conditions
 from tasks.pipeline.decisions import decisions
 from tasks.pipeline.drift import check_unfinished, unfinished
 from tasks.pipeline.run_options import RunOptions
@@ -164,6 +164,30 @@ def test_an_input_of_a_stage_says_what_changed_in_that_stage(tmp_path):
     with pytest.raises(ResumeRefused) as refused:
         play(PipelineRun(tmp_path), finished([]), inputs={"data": data(4)})
     assert "  of it: stages.prepare_data.batch_size: 3 -> 4" in str(refused.value)
+
+
+def test_what_a_change_led_to_is_told_by_its_first_cause_alone_and_once(tmp_path):
+    """A retraining's lines were those of every earlier stage again, for every input, 200 in all."""
+
+    def stage(name, content, **inputs):
+        def body(context):
+            (context.folder / "made").write_text(str(content))
+            return {}
+
+        settings = dataclasses.replace(SFTSettings(), batch_size=content if name == "prepare_data" else 2)
+        return run_stage(PipelineRun(tmp_path), name, body, settings=settings, inputs=inputs)
+
+    def pipeline(number):
+        data = stage("prepare_data", number)
+        model = stage("sft", number, data=data)
+        judged = stage("reward_model", number, data=data, model=model)
+        return stage("policy", number, data=data, model=model, judged=judged)
+
+    old, new = (finished_conditions(pipeline(number).folder) for number in (3, 4))
+    lines = changes(old, new)
+    assert [line.partition(" (")[0] for line in lines] == [
+        "input data", "  of it: stages.prepare_data.batch_size: 3 -> 4", "input model", "input judged"
+    ]  # fmt: skip
 
 
 def test_changed_code_names_file_and_function(tmp_path, monkeypatch):
