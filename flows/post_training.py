@@ -34,6 +34,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
+from tasks.lifecycle.approval import DECISIONS
 from tasks.own_commands import own_command
 from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished, finished_now
@@ -222,11 +223,16 @@ def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
 
 
 def _decision(pipeline_run: PipelineRun) -> str:
-    """The gate's decision in a word or two; "" where the run has no gate."""
+    """The gate's decision in a word or two; "" where the run has no gate.
+
+    That of an approval which was settled before, as by the clock while the run was dead, is in the words of its answer.
+    """
     if pipeline_run.postponed:
         return "postponed"
     promote = pipeline_run.results.get("promote")
-    return str(promote.summary.get("decision", "")) if promote is not None else ""
+    if promote is None:
+        return ""
+    return DECISIONS.get(str(promote.summary.get("approval", ""))) or str(promote.summary.get("decision", ""))
 
 
 def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:

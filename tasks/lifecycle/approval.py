@@ -33,6 +33,7 @@ from tasks.tracking import ModelVersion, Tracking
 
 __all__ = [
     "APPROVED",
+    "DECISIONS",
     "REJECTED",
     "SUPERSEDED",
     "ApprovalRequest",
@@ -248,7 +249,7 @@ def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
     return found
 
 
-_DECISIONS = {
+DECISIONS = {
     APPROVED: "promoted", REJECTED: "rejected by hand", TIMED_OUT: "approval timed out", SUPERSEDED: "superseded",
 }  # fmt: skip
 
@@ -261,7 +262,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
         "approval.by": by,
         "approval.when": when,
         "approval.note": note,
-        "gate.decision": _DECISIONS[state],
+        "gate.decision": DECISIONS[state],
         "approval.state": state,  # last: one that was killed before has not answered
     }
     tracking.tag_version(request.name, request.version, tags)
@@ -274,7 +275,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
 def note_answer(tracking: Tracking, request: ApprovalRequest) -> None:
     """Note an answer on the runs that asked; once more where whoever gave it was killed before it could."""
     waiting = replace(request, state=WAITING).outcome
-    tags = {"approval": request.state, "gate.decision": _DECISIONS[request.state]}
+    tags = {"approval": request.state, "gate.decision": DECISIONS[request.state]}
     for run_id in filter(None, (request.run_id, request.stage_run_id)):
         try:
             tracking.reword_run(run_id, waiting, request.outcome, tags)

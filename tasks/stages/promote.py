@@ -156,7 +156,8 @@ def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None)
     pipeline_run.await_approval(request if request.is_waiting else None)
     pipeline_run.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
-    return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
+    told = {"decision": decision, "approval": request.state, "note": request.outcome}
+    return dataclasses.replace(result, summary={**result.summary, **told})
 
 
 def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: ModelVersion) -> StageResult:

@@ -295,6 +295,7 @@ def test_the_command_shows_then_decides(tracking, model):
 def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks, decision):
     from types import SimpleNamespace
 
+    from flows.post_training import _decision
     from tasks.pipeline.result import StageResult
     from tasks.pipeline.run_options import FlowRunAddress, RunOptions
     from tasks.stages import promote
@@ -322,6 +323,11 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
     plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
     assert promote._asked(pipeline_run, plain, 1) is plain
+    # The run's own tag is in the words of the answer, as whoever answered has written it on the run.
+    words = {"approved": "promoted", "rejected": "rejected by hand", "timed out": "approval timed out"}
+    told = _decision(SimpleNamespace(postponed="", results={"promote": found}))
+    assert told == words.get(found.summary["approval"], "awaiting approval")
+    assert _decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
 
 
 KILLED = ["approval.given", "alias.timed", "alias.moved"]
