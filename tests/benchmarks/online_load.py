@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def served(config: Path, output: Path, port: int, given: Any, *, learns: bool) -
     log = output / f"serve-{'learning' if learns else 'alone'}.log"
     with serving.process(command, given.threads, log, f"{url}/readyz", {}):
         token = (output / "out" / "serving" / "token").read_text().strip()
+        if learns:
+            time.sleep(given.settle)  # worker and spare load their libraries, which is no learning
         for clients in [*given.clients, given.crowd]:
             name = "overload" if clients == given.crowd else str(clients)
             found[name] = serving.measured(
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--settle", type=float, default=40.0, help="seconds before the load on a server that learns")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--port", type=int, default=18755, help="and the two next ones")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
