@@ -114,7 +114,7 @@ def test_a_run_that_hangs_after_a_kill_ends_at_the_limit(tmp_path):
     whole = Trial(tmp_path / "whole" / "t", seconds=0.6, first_progress=0.1)
     with pytest.raises(CheckFailed, match=r"the run under kills takes longer than 2 s"):
         run_killed(command("time.sleep(60)"), tmp_path, whole, 1, random.Random(0), 2.0, told.append)
-    assert re.match(r"killed, process 1: \d s, starting", told[0])
+    assert re.match(r"killed, process 1: \d s, (starting|sft 1/4)", told[0])  # a slow machine looks once more
 
 
 def test_a_pipeline_that_fails_or_never_ends_is_not_verified(tmp_path):
