@@ -18,7 +18,7 @@ from typing import Any
 from crash import jobs, report
 from crash.forks import Forks
 from crash.pipelines import KINDS, write_inputs
-from crash.servers import environment, prefect_server
+from crash.servers import end_by_sigterm, environment, prefect_server
 from crash.trials import Bench, Trial, append, chains, kills_at_points, random_kills, walks
 
 
@@ -140,4 +140,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_by_sigterm()
     sys.exit(main())

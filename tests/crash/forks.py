@@ -22,6 +22,7 @@ from typing import IO, Any
 
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
 CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
+END_SECONDS = 300.0  # for the run that it is at
 ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end
 
 
@@ -67,7 +68,7 @@ class Forks:
     def __exit__(self, *_: object) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(END_SECONDS)
 
     def run(self, request: Request) -> Ended:
         """Run one process to its end."""

@@ -37,6 +37,10 @@ def run(folder: Path, count: int, arguments: Sequence[str]) -> int:
             own = ("--jobs", "1", "--output", str(folder / f"{PREFIX}{number}"))
             processes.append(subprocess.Popen([sys.executable, "-m", "crash", *arguments, *own]))
         return max(abs(process.wait()) for process in processes)
+    except SystemExit:  # SIGTERM was for this process alone
+        for process in processes:
+            process.terminate()
+        raise
     finally:
         for process in processes:  # Ctrl-C reaches them, too: they end their servers first
             process.wait()

@@ -1,4 +1,4 @@
-"""The Prefect server of a crash test, and the environment of its runs."""
+"""The Prefect server of a crash test, the environment of its runs, and its end by SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["environment", "prefect_server"]
+__all__ = ["end_by_sigterm", "environment", "prefect_server"]
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def end_by_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, so that what it started is ended, too."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not cut the end short
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def environment(api: str) -> dict[str, str]:
@@ -26,7 +37,7 @@ def environment(api: str) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "PREFECT_API_URL": api, "PREFECT_LOGGING_TO_API_ENABLED": "false",
-"MPLBACKEND": "agg",
+        "MPLBACKEND": "agg",
     }  # fmt: skip
 
 

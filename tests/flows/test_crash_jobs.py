@@ -3,6 +3,10 @@
 import json
 import mmap
 import os
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +43,36 @@ def test_what_was_kept_is_that_of_all_processes(tmp_path):
     assert jobs.facts(tmp_path) == {"seconds": {"gc": 0, "training": 1}, "hits": {"gc": {}, "training": {}}}
     jobs.forget(tmp_path)
     assert jobs.trials(tmp_path) == []
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from crash import jobs
+from crash.servers import end_by_sigterm
+end_by_sigterm()
+sys.executable = sys.argv[1]
+jobs.run(Path(sys.argv[2]), 2, [])
+"""
+JOB = """#!/bin/sh
+trap 'touch "{0}/ended-$$"; exit 143' TERM
+touch "{0}/began-$$"
+while :; do sleep 0.05; done
+"""
+
+
+def test_sigterm_ends_the_processes_that_share_the_trials(tmp_path):
+    job = tmp_path / "job.sh"
+    job.write_text(JOB.format(tmp_path))
+    job.chmod(0o755)
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(job), str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("began-*"))) < 2:
+        assert starter.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    starter.send_signal(signal.SIGTERM)
+    assert starter.wait(60) == 128 + signal.SIGTERM
+    assert len(list(tmp_path.glob("ended-*"))) == 2
 
 
 def test_shared_memory_that_a_process_has_mapped_is_in_use():
