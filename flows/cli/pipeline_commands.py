@@ -296,14 +296,14 @@ def stage(arguments: argparse.Namespace) -> int:
 
 
 def why(arguments: argparse.Namespace) -> int:
-    """Say why a stage was run or not."""
+    """Say why stages were run or not."""
     settings = loading.load(arguments, import_code=False)
     if settings.stages.own:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
-    from flows.cli.why import explain
+    from flows.cli.why import explain, explain_all
     from flows.runtime.terminal_text import fitted
 
-    found = explain(settings, arguments.name)
+    found = explain(settings, arguments.name) if arguments.name else explain_all(settings)
     print(json.dumps(found.record(), indent=1) if arguments.json else fitted(found.text()))
     return 0
 

@@ -143,10 +143,12 @@ def _add_stage(commands: Any) -> None:
 
 
 def _add_why(commands: Any) -> None:
-    examples = ["why policy demo", "why sft demo --set stages.sft.epochs=2"]
-    about = "say why a stage was run or not, and what changed since"
+    examples = ["why demo", "why policy demo", "why sft demo --set stages.sft.epochs=2"]
+    about = "say why stages were run or not, and what changed since"
     parser = add_command(commands, "why", about, examples)
-    parser.add_argument("name", metavar="STAGE", type=stage_name, help=_STAGE_HELP)
+    parser.add_argument(
+        "name", metavar="STAGE", type=stage_name, nargs="?", help=f"one stage, with earlier runs of it; {_STAGE_HELP}"
+    )
     add_config(parser)
     add_json(parser)
 

@@ -13,7 +13,7 @@ from tasks.pipeline.decisions import StageDecision, decisions
 from tasks.pipeline.drift import differences_now, newest_conditions, unfinished
 from tasks.pipeline.result import STAGE_LOG
 
-__all__ = ["StageExplanation", "StageNow", "explain"]
+__all__ = ["PipelineExplanation", "StageExplanation", "StageNow", "explain", "explain_all"]
 
 _SHOWN = 5  # newest decisions
 
@@ -26,6 +26,15 @@ class StageNow:
     has_result: bool
     changes: tuple[str, ...] = ()
     checkpoints: tuple[str, ...] = ()  # of unfinished stages, the newest first
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        state = "changed" if self.changes else "settings and code as before"
+        return [
+            f"{self.stage}: {state if self.has_result else 'has no result yet'}",
+            *(f"  {change}" for change in self.changes),
+            *(f"  not finished: a checkpoint ({begun})" for begun in self.checkpoints),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +59,40 @@ class StageExplanation:
             lines += [f"    {change}" for change in decision.changes]
         if not lines:
             lines.append(f"{self.stage} was never run in {self.folder}")
-        lines += ["", "now:"]
-        for one in self.now:
-            state = "changed" if one.changes else "settings and code as before"
-            lines.append(f"  {one.stage}: {state if one.has_result else 'has no result yet'}")
-            lines += [f"    {change}" for change in one.changes]
-            lines += [f"    not finished: a checkpoint ({begun})" for begun in one.checkpoints]
+        lines += ["", "now:", *(f"  {line}" for one in self.now for line in one.lines())]
         lines.append("  content of inputs is compared when the stage runs")
         return "\n".join([*lines, *([f"  log of the newest run: {self.log}"] if self.log else [])])
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineExplanation:
+    """The newest decision about each stage, in the order in which they run, and what a run would find now."""
+
+    stages: tuple[StageExplanation, ...]
+
+    def record(self) -> list[dict[str, Any]]:
+        """The same for programs."""
+        return [one.record() for one in self.stages]
+
+    def text(self) -> str:
+        """The same for people."""
+        lines = []
+        for one in self.stages:
+            if not one.decisions:
+                lines.append(f"{one.stage}: was never run in {one.folder}")
+            for decision in one.decisions:
+                lines.append(f"{one.stage}: {decision.time}  {decision.key}  {decision}")
+                lines += [f"    {change}" for change in decision.changes]
+        lines += ["", "now:", *(f"  {line}" for one in self.stages for now in one.now for line in now.lines())]
+        return "\n".join([*lines, "  content of inputs is compared when a stage runs"])
+
+
+def explain_all(settings: PipelineSettings) -> PipelineExplanation:
+    """The newest decision about every stage that the settings have."""
+    found = [explain(settings, stage) for stage in stage_registry.names() if stage in settings.stages.active]
+    return PipelineExplanation(
+        tuple(dataclasses.replace(one, decisions=one.decisions[:1], now=one.now[-1:]) for one in found)
+    )
 
 
 def explain(settings: PipelineSettings, stage: str) -> StageExplanation:

@@ -90,7 +90,7 @@ SCRIPT = r"""
   function draw(found) {
     rated = found.rated;
     current = found.question;
-    const others = found.raters > 1 ? ", " + found.total + " ratings by " + found.raters : "";
+    const others = found.raters > 1 ? ", " + found.total + " ratings by " + found.raters + " people" : "";
     const left = found.items + " to rate" + others;
     at("progress").textContent = "you: " + rated + " · " + left;
     at("task").hidden = at("controls").hidden = !current;

@@ -75,7 +75,7 @@ def export(task: PeopleTask, *, say: Say = print) -> Path:
             raise DataError(f"{task.folder}: nothing is rated yet; start the page: posttrain prefer CONFIG")
         room.write()
         found = room.agreement()
-    say(f"{len(room.journal)} ratings by {len(room.journal.raters)} in {room.rows_file}")
+    say(f"{len(room.journal)} ratings, raters: {len(room.journal.raters)}, in {room.rows_file}")
     if found.alpha is not None:
         interval = f" [{found.low:.2f}, {found.high:.2f}]" if found.low is not None else ""
         say(f"Krippendorff's alpha {found.alpha:.2f}{interval} on {found.units} items rated by two people or more")

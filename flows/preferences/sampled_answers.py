@@ -74,7 +74,11 @@ def sampled_items(
             "raise prefer.sampling.temperature"
         )
     if equal and rating.ask == "pairs":
-        say(f"{equal} of {len(requests)} pairs are left out: their answers are equal")
+        more = "; for more, name two models in prefer.models, or raise prefer.sampling.temperature"
+        say(
+            f"{equal} of {len(requests)} pairs are left out: their answers are equal"
+            f"{more if 2 * equal > len(requests) else ''}"
+        )
     return list(items.values())
 
 

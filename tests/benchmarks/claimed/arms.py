@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from claimed.policy_runs import Arm, critic
+from claimed.tasks import CHAINS
 from rl_core.settings import (
     CurriculumStage,
     ExitCondition,
@@ -82,6 +83,22 @@ def scheduled(name: str, iterations: int, *, shares: bool) -> Arm:
     return Arm(name, dict(curriculum=tuple(stages)), iterations)
 
 
+def of_levels(levels: dict[str, float]) -> dict[str, Any]:
+    """One stage of these levels, to the end."""
+    return dict(curriculum=(CurriculumStage(name="all", levels=levels),))
+
+
+def longer_by_success(threshold: float) -> tuple[CurriculumStage, ...]:
+    """One level of `looks` after the other, each left at this success of two iterations."""
+    left = (ExitCondition(window=2, threshold=threshold),)
+    return tuple(
+        CurriculumStage(
+            name=f"{level} questions", levels={level: 1.0}, exit_conditions=left if level != CHAINS[-1] else ()
+        )
+        for level in CHAINS
+    )
+
+
 def kept_at(target: float, **options: Any) -> dict[str, Any]:
     """KL term in the loss, starting from a weight that is too small."""
     return dict(kl_coef=0.01, kl_target=target, **options)
@@ -114,7 +131,20 @@ PARTS: dict[str, Part] = {
             Arm("all levels at once"),
             scheduled("curriculum by success", 30, shares=False),
             scheduled("fixed schedule", 30, shares=True),
-            Arm("hard alone", dict(curriculum=(CurriculumStage(name="hard", levels={"hard": 1}),))),
+            Arm("hard alone", of_levels({"hard": 1})),
+        ),
+    ),
+    "chain": Part(
+        "a start that is never rewarded on the hard level",
+        "looks",
+        (
+            Arm("12 questions alone", of_levels({"12": 1}), 60),
+            Arm("nine in ten of 12 questions", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 60),
+            Arm("all levels at once", {}, 60),
+            Arm("curriculum by success", dict(curriculum=longer_by_success(0.5)), 60),
+            Arm("half of it: nine in ten", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30),
+            Arm("half of it: all levels at once", {}, 30),
+            Arm("half of it: curriculum", dict(curriculum=longer_by_success(0.5)), 30),
         ),
     ),
     "rollback": Part(

@@ -11,6 +11,7 @@ from claimed.arms import PARTS, Part
 from claimed.intervals import gap, interval, shown, verdict
 from claimed.policy_runs import GROUP, PROMPTS, iterations_to
 from claimed.results import Results, Row
+from claimed.tasks import TASKS
 
 EPISODES = PROMPTS * GROUP  # of an iteration
 LATE = 20  # last iterations, over which a controller is judged
@@ -44,7 +45,7 @@ def each(rows: Sequence[Row], key: str = "success") -> str:
 def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """Success of each arm, beside the first one."""
     base = results.of(name, part.arms[0].name, seeds)
-    levels = sorted({level for row in base for level in row["levels"]})
+    levels = [level for level in TASKS[part.task].levels if any(level in row["levels"] for row in base)]
     by_level = levels if len(levels) > 1 else []
     more = [f"episodes until {100 * part.threshold:.0f}% in training"] if part.threshold else []
     titles = ["arm", "success [95%]", "each seed", "validation", *by_level, "beside the first [95%]", "better", *more]

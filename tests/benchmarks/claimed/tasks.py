@@ -53,6 +53,7 @@ class Task:
 
 LUCK = {"unsupported_reward": 0.5}  # a right answer that was not seen earns half
 GRID = {**LUCK, "skill": {"easy": 0.45, "medium": 0.45, "hard": 0.5}}
+CHAINS = ("1", "2", "3", "4", "6", "8", "12")  # questions in an episode of `looks`
 TASKS: dict[str, Task] = {
     # One look at one of 16 cells: the smallest task on which a policy goes from half right to nearly always right.
     "cells": Task("pixel_grid", ("easy",), ("easy",), 5000, GRID, max_tokens=24, max_turns=3),
@@ -62,6 +63,9 @@ TASKS: dict[str, Task] = {
     "grid, hard unknown": Task(
         "pixel_grid", ("easy", "medium", "hard"), (*("easy", "medium") * 5, "easy", "hard"), 9000, GRID
     ),
+    # One to twelve questions in turn, of which only all together are rewarded; the start is seldom right.
+    "looks": Task("claimed.looks:Looks", CHAINS, CHAINS, 6000, context=320, vocab_size=300, epochs=4, batch_size=32,
+                  max_tokens=240, max_turns=26),
     # Walks of many turns, in which a policy can go round in circles.
     "maze": Task(
         "maze", ("easy",), ("easy",), 2500, {"max_moves": 10}, context=256, vocab_size=300, epochs=5, batch_size=16,

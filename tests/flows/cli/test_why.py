@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.stage_doubles import PipelineRun
 
-from flows.cli.why import explain
+from flows.cli.main import main
+from flows.cli.why import explain, explain_all
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import from_dict
@@ -70,6 +71,25 @@ def test_it_tells_programs_the_same(tmp_path):
         "stage": "sft", "has_result": True, "changes": ["stages.sft.learning_rate: 0.001 -> 0.002"], "checkpoints": [],
     }  # fmt: skip
     assert Path(record["log"]).is_file() and record["folder"] == str(tmp_path / "t")
+
+
+def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
+    first = play(tmp_path, lambda context: {}, learning_rate=1e-3)
+    second = play(tmp_path, lambda context: {}, learning_rate=2e-3)
+    found = explain_all(settings_of(tmp_path, learning_rate=3e-3))
+    (one,) = found.stages
+    assert (one.stage, len(one.decisions)) == ("sft", 1) and first.key != second.key
+    lines = found.text().splitlines()
+    assert lines[0].startswith("sft: ") and lines[0].endswith(f"run, since this changed against {first.key}")
+    assert lines[1:] == [
+        "    stages.sft.learning_rate: 0.001 -> 0.002", "", "now:", "  sft: changed",
+        "    stages.sft.learning_rate: 0.002 -> 0.003", "  content of inputs is compared when a stage runs",
+    ]  # fmt: skip
+    assert main(["why", "maze", "--set", f"output={tmp_path}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"prepare_data: was never run in {tmp_path / 'maze'}" and "  policy: has no result yet" in said
+    assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
+    assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == ["prepare_data", "sft"]
 
 
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):

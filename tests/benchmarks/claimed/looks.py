@@ -1,0 +1,124 @@
+"""`Looks`: cells of a hidden grid are asked for one after the other, and only the whole chain is rewarded.
+
+    user    2 3
+    policy  look 2 3
+    tool    7
+    policy  answer 7
+    user    4 1                  and so on; the first wrong answer ends the episode
+
+A level is the number of questions. A policy that is right in a quarter of its answers is rewarded for twelve of them in
+one episode of 17 million: at that level alone it has nothing to learn from.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from rl_core.environments.demonstrator import MistakenDemonstration
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
+from rl_core.environments.tools import Tool, ToolMisuse, Toolset
+from rl_core.types import Message
+
+SIDE = 4
+
+
+class Chain(Episode):
+    """Questions about one grid; 1 for all of them answered, else 0."""
+
+    def __init__(self, seed: int, level: str) -> None:
+        super().__init__(seed, level)
+        rng = random.Random(f"looks/{level}/{seed}")
+        self.grid = [[str(rng.randrange(10)) for _ in range(SIDE)] for _ in range(SIDE)]
+        self.cells = [(rng.randrange(SIDE), rng.randrange(SIDE)) for _ in range(int(level))]
+        self.asked = 0
+        self.hidden = self.grid
+        self.kind, self.prompt = f"{level} questions", self._question()
+        self.target = " ".join(self.grid[row][column] for row, column in self.cells)
+        self._tools = TOOLS.bind(self)
+
+    @property
+    def next_target(self) -> str:
+        """Digit of the pending question."""
+        row, column = self.cells[self.asked]
+        return self.grid[row][column]
+
+    def reset(self) -> list[Message]:
+        """The first question."""
+        return [Message(role="user", content=self.prompt)]
+
+    def look(self, row: int, column: int) -> str:
+        """Tool: digit of a cell."""
+        if not (1 <= row <= SIDE and 1 <= column <= SIDE):
+            raise ValueError("outside")
+        return self.grid[row - 1][column - 1]
+
+    def act(self, text: str) -> Step:
+        """A look, or an answer."""
+        try:
+            call = self._tools.parse(text)
+        except ToolMisuse:
+            return Step(terminated=True, success=False, is_error=True)
+        if call is not None:
+            observation, is_error = self._tools.run(call)
+            return Step([Message(role="tool", content=observation)], tool_call=call, is_error=is_error)
+        answer = read_answer(text)
+        right = answer is not None and same_text(answer, self.next_target)
+        last = self.asked == len(self.cells) - 1
+        if not right or last:
+            return Step(reward=float(right), terminated=True, answer=answer, success=right, is_error=answer is None)
+        self.asked += 1
+        return Step([Message(role="user", content=self._question())], answer=answer)
+
+    def _question(self) -> str:
+        row, column = self.cells[self.asked]
+        return f"{row + 1} {column + 1}"
+
+
+TOOLS = Toolset([Tool("look", "digit of one cell", {"row": int, "column": int}, Chain.look)])
+
+
+class Looks(Environment):
+    """Chains of 1 to 12 questions, with a demonstrator that is often wrong."""
+
+    name = "looks"
+    levels = ("1", "2", "3", "4", "6", "8", "12")
+    blocking = False
+    heldout_share = 0.0
+
+    def __init__(self, data: Path | None = None, *, skill: float = 0.15) -> None:
+        """`skill`: share of the questions that a demonstration answers right."""
+        super().__init__(data)
+        self.skill = skill
+
+    @property
+    def tools(self) -> Toolset:
+        """One tool."""
+        return TOOLS
+
+    def episode(self, seed: int, level: str) -> Chain:
+        """Episode for a level and seed."""
+        self.check_level(level)
+        return Chain(seed, level)
+
+    def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
+        """Looks and answers up to the end or the first mistake."""
+        episode = self.episode(seed, level)
+        rng = random.Random(f"looks/demonstrator/{level}/{seed}")
+        messages = episode.reset()
+        while True:
+            row, column = episode.cells[episode.asked]
+            mistake = "" if rng.random() < self.skill else rng.choice(("no_look", "other_cell", "misread"))
+            if mistake == "other_cell":
+                column = (column + 1) % SIDE
+            digit = episode.grid[row][column]
+            actions = [f"look {row + 1} {column + 1}", f"{ANSWER_WORD} {digit}"]
+            if mistake in ("no_look", "misread"):
+                actions[1] = f"{ANSWER_WORD} {rng.randrange(10)}"
+            for action in actions[mistake == "no_look" :]:
+                step = episode.step(action)
+                messages += [Message(role="assistant", content=action), *step.messages]
+            if step.terminated:
+                success = bool(step.success)
+                return MistakenDemonstration(messages, level, episode.kind, seed, success, mistake=mistake)
