@@ -6,8 +6,8 @@
     policy  answer 7
     user    4 1                  and so on; the first wrong answer ends the episode
 
-A level is the number of questions. A policy that is right in a third of its answers is rewarded for twelve of them in one
-episode of 500,000: at that level alone it has nothing to learn from.
+A level is the number of questions. A policy that is right in a third of its answers is rewarded for twelve of them in
+one episode of 500,000: at that level alone it has nothing to learn from.
 """
 
 from __future__ import annotations
