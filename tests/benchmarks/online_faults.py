@@ -1,8 +1,9 @@
 """Kills of a learning service at random moments under load: server, update worker, spare process.
 
-    python tests/benchmarks/online_faults.py --output DIR [--kills 200] [--seed 0]
+    PYTHONPATH=.:tests python tests/benchmarks/online_faults.py --output DIR [--kills 200] [--longest 10] [--pause 1]
 
-Clients ask and label without a pause; every newest snapshot is made live, so that answers change their weights all the
+Three clients ask and label, `--pause` seconds apart (a worker that is killed every few seconds learns little: without a
+pause the backlog only grows); every newest snapshot is made live, so that answers change their weights all the
 time. Afterwards: acknowledged answers that the log lacks or has twice, answers that are a mixture, snapshots and final
 weights that differ from those of an unkilled replay of the same records, processes and segments that were left.
 """
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--longest", type=float, default=3.0, help="seconds between two kills, at most")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds between two questions of a client")
     parser.add_argument("--checked", type=int, default=500, help="answers whose tokens are computed again")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -31,7 +33,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.time()
-    service = KilledService(folder, seed=given.seed)
+    service = KilledService(folder, seed=given.seed, pause=given.pause)
     service.run(given.kills, given.longest)
     found = service.verdict(given.checked) | {"seconds": time.time() - began}
     (given.output / "faults.json").write_text(json.dumps(found, indent=1))

@@ -62,6 +62,7 @@ class KilledService:
     folder: Path
     seed: int = 0
     every: int = 8  # records between two updates
+    pause: float = 0.02  # seconds between two questions of a client
     kills: Counter[str] = field(default_factory=Counter)
     acknowledged: list[Acknowledged] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)  # answers whose choices name several versions
@@ -134,7 +135,7 @@ class KilledService:
                 self._ask(f"row {number} {turn}", 100_000 * number + turn)
             except (httpx.TransportError, OSError):  # the server was killed
                 time.sleep(0.1)
-            time.sleep(0.02)
+            time.sleep(self.pause)
 
     def _ask(self, text: str, seed: int) -> None:
         token = (self.folder / "out" / "serving" / "token").read_text().strip()
@@ -196,7 +197,7 @@ class KilledService:
             self.is_over.set()
             for thread in threads:
                 thread.join(70)
-            wait_for(self._has_learned, "the backlog", 600, every=0.2)
+            wait_for(self._has_learned, "the backlog", 1200, every=0.2)
         finally:
             self.is_over.set()
             self.stop()

@@ -104,6 +104,12 @@ def test_a_death_is_noticed_at_once_and_one_that_comes_again_waits_longer(superv
     now[0] += 100
     step_until(process, lambda: process.process is None, "its end")
     assert process.failures == 1
+    for lived, failures in ((9, 2), (11, 1)):
+        now[0] = process._retry_at
+        process.step()
+        now[0] += lived
+        step_until(process, lambda: process.process is None, "its end")
+        assert process.failures == failures
 
 
 def test_the_reason_for_an_end_is_told(supervised):
