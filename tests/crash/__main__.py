@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from crash import jobs, report
 from crash.forks import Forks
@@ -31,24 +30,24 @@ def main(argv: list[str] | None = None) -> int:
         jobs.forget(folder)
     if arguments.jobs > 1:
         ended = jobs.run(folder, arguments.jobs, sys.argv[1:] if argv is None else argv)
-        return max(ended, _report(folder, jobs.facts(folder)))
+        return max(ended, _report(folder))
     deadline = time.monotonic() + arguments.seconds
     config = write_inputs(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, config, forks)
         bench.prepare(arguments.kinds, times=1 if arguments.keep else 2)
-        facts = _facts(folder / "facts.json", bench, arguments.keep)
+        _keep_facts(folder / "facts.json", bench, arguments.keep)
         for kind, hits in bench.hits.items():
             print(f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits")
         if missing := report.unreached(bench.hits, arguments.kinds):
             print(f"not reached: {', '.join(missing)}")
         _run(bench, list(_jobs(arguments, bench)), folder, deadline)
-    return _report(folder, facts)
+    return _report(folder)
 
 
-def _report(folder: Path, facts: dict[str, Any]) -> int:
+def _report(folder: Path) -> int:
     """Print and write the figures of all trials that are kept; 1 = one of them failed."""
-    rows = jobs.trials(folder)
+    rows, facts = jobs.trials(folder), jobs.facts(folder)
     print(report.table(rows, facts))
     (folder / "crash.json").write_text(json.dumps(report.figures(rows, facts), indent=1) + "\n")
     (folder / "crash.md").write_text(report.markdown(rows, facts))
@@ -56,12 +55,11 @@ def _report(folder: Path, facts: dict[str, Any]) -> int:
     return int(any(row["failures"] for row in rows))
 
 
-def _facts(path: Path, bench: Bench, keep: bool) -> dict[str, Any]:
-    """Seconds and hits of the undisturbed runs, those of earlier calls included."""
+def _keep_facts(path: Path, bench: Bench, keep: bool) -> None:
+    """Write seconds and hits of the undisturbed runs, those of earlier calls included."""
     facts = json.loads(path.read_text()) if keep and path.exists() else {"seconds": {}, "hits": {}}
     facts = {"seconds": facts["seconds"] | bench.seconds, "hits": facts["hits"] | bench.hits}
     path.write_text(json.dumps(facts))
-    return facts
 
 
 @dataclass(frozen=True)
