@@ -49,12 +49,18 @@ def _tiles(record: ServiceRecord) -> dict[str, Any]:
         {"label": "learning", "value": "paused" if paused else "on", "sub": paused[:120] or record.folder.name},
         {"label": "updates", "value": told("updates"), "sub": f"{told('updates_taken')} taken"},
         {"label": "live snapshot", "value": told("live_version"), "sub": f"newest {told('snapshot_version')}"},
-        {"label": "mean KL", "value": told("mean_kl", number), "sub": f"target {told('kl_target', number)}"},
+        {"label": "mean KL", "value": _newest(record, "mean_kl"), "sub": f"target {_newest(record, 'target_kl')}"},
         {"label": "experiences", "value": told("buffer_size"), "sub": f"{told('buffer_drawable')} with a label"},
         {"label": "pseudo-labels right", "value": told("pseudo_label_precision", percent),
          "sub": f"{told('pseudo_labels_checked')} checked by feedback{'' if is_used else '; not learned from'}"},
     ]  # fmt: skip
     return {"kind": "tiles", "id": "online", "items": items}
+
+
+def _newest(record: ServiceRecord, name: str) -> str:
+    """A number of the last update that has it: one that was left out, as while learning is paused, has none."""
+    points = record.series("kl_control", name)
+    return number(points[-1][1]) if points else NONE
 
 
 def _charts(record: ServiceRecord) -> list[dict[str, Any]]:

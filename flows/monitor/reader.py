@@ -77,7 +77,7 @@ class Reader:
             for path in [path for path in known if path not in present]:
                 del known[path]
         local = {view.run_id for view in found if view.run_id}
-        stored = (run for run in self.store.runs() if run.parent is None and run.run_id not in local)
+        stored = (run for run in self.store.runs() if _is_pipeline(run) and run.run_id not in local)
         found += [_stored_head(run, self.output) for run in stored]
         return sorted(found, key=lambda view: view.started, reverse=True)
 
@@ -284,6 +284,11 @@ class Reader:
         while len(self._tables) > 4 * LOADED:
             self._tables.popitem(last=False)
         return table
+
+
+def _is_pipeline(run: MlflowRunRow) -> bool:
+    """False for stages, and for services, which have pages of their own."""
+    return run.parent is None and not run.tags.keys() & {"online.service", "service.run"}
 
 
 def _stored_status(run: MlflowRunRow) -> str:

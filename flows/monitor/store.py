@@ -87,7 +87,7 @@ def _read_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
     tags: dict[str, dict[str, str]] = {}
     wanted = (
         "('mlflow.parentRunId', 'pipeline', 'stage', 'stage_key', 'result', 'error', 'interrupted', 'approval', "
-        "'curriculum.moves')"
+        "'curriculum.moves', 'online.service', 'service.run')"
     )
     for run_id, key, value in connection.execute(
         f"SELECT run_uuid, key, value FROM tags WHERE key IN {wanted} OR key LIKE 'cached.%'"

@@ -123,7 +123,8 @@ overflow:hidden;margin-right:9px}
 .pt-message h3{margin:0 0 6px;font-size:16px;color:var(--pt-ink)}
 .pt-message p{margin:0 0 6px;color:var(--pt-faint)}
 .pt-message pre,.pt-episodes pre{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
-.pt-message pre{background:var(--pt-tint);border-radius:5px;padding:7px 11px;margin:0 0 6px}
+.pt-message pre{background:var(--pt-tint);border-radius:5px;padding:7px 11px;margin:0 0 6px;white-space:pre-wrap;
+overflow-wrap:anywhere}
 .pt-links{display:flex;flex-wrap:wrap;gap:10px}
 .pt-links a{display:block;background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:10px 15px;
 color:var(--pt-ink)!important;text-decoration:none!important;min-width:230px;flex:1}

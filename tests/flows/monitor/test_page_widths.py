@@ -14,6 +14,7 @@ from helpers.monitor_runs import make_run
 
 from flows.monitor.choice import Choice
 from flows.monitor.reader import Reader
+from flows.online.learning_folder import SERVICE
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,6 +82,20 @@ def test_an_address_opens_a_tab_of_a_narrow_page(address):
         page.wait("!!document.querySelector('.pt-panel[data-tab=online] .pt-block')")
         edge, whole, _ = page.run(LAYOUT)
         assert max(edge, whole) <= 390 and page.run("location.search.includes('tab=online')")
+
+
+@pytest.mark.timeout(600)
+def test_a_command_with_a_long_path_fits_a_narrow_page(tmp_path):
+    service = tmp_path / "a-folder-whose-name-is-longer-than-the-page-is-wide" / "demo" / "online" / "version-2"
+    service.mkdir(parents=True)
+    (service / SERVICE).write_text('{"began": 1.0}')
+    with (
+        served(service.parents[2], 18864) as (address, _),
+        chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page,
+    ):
+        page.wait("((document.body || {}).innerText || '').includes('posttrain online report')")
+        edge, whole, _ = page.run(LAYOUT)
+        assert max(edge, whole) <= 390
 
 
 @pytest.mark.timeout(600)

@@ -264,6 +264,9 @@ def make_store(path: Path) -> None:
             INSERT INTO runs VALUES ('p1', 'demo · x', 'FINISHED', 1700000000000, 1700000100000, 'active', 1),
                                     ('s1', 'reward model', 'FAILED', 1700000010000, 1700000020000, 'active', 1),
                                     ('d1', 'deleted', 'FINISHED', 1700000000000, NULL, 'deleted', 1);
+            INSERT INTO runs VALUES ('o1', 'online demo', 'RUNNING', 1700000200000, NULL, 'active', 1),
+                                    ('t1', 'run 1', 'RUNNING', 1700000300000, NULL, 'active', 1);
+            INSERT INTO tags VALUES ('o1', 'online.service', 'out/version-1'), ('t1', 'service.run', 'run-1');
             INSERT INTO tags VALUES ('s1', 'mlflow.parentRunId', 'p1'), ('s1', 'stage', 'reward_model'),
                                     ('p1', 'pipeline', 'old'), ('p1', 'result', 'fine');
             INSERT INTO metrics VALUES ('s1', 'train/loss', 2.0, 1700000011000, 1, 0),
@@ -281,7 +284,7 @@ def test_runs_whose_files_are_gone_come_from_mlflow(tmp_path):
     assert (run.pipeline, run.status, run.result, run.source) == ("old", "finished", "fine", "mlflow")
     assert [(s.label, s.status, s.ended - s.started) for s in run.stages] == [("reward_model", "failed", 10.0)]
     assert run.stages[0].table.series["train/loss"].arrays()[2].tolist() == [2.0, 1.5]
-    assert [found.id for found in reader.runs()] == ["mlflow:p1"]
+    assert [found.id for found in reader.runs()] == ["mlflow:p1"]  # services have tabs of their own
     assert sorted(path.name for path in (tmp_path / "mlflow").iterdir()) == ["mlflow.db"]  # no journal, no -shm
 
 
@@ -291,11 +294,11 @@ def test_a_store_that_is_being_written_or_damaged_leaves_what_was_read(tmp_path)
     reader = Reader(tmp_path)
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
-    assert [run.run_id for run in reader.store.runs()] == ["s1", "p1"]  # no wait for the lock
+    assert [run.run_id for run in reader.store.runs()] == ["t1", "o1", "s1", "p1"]  # no wait for the lock
     writer.execute("ROLLBACK")
     writer.close()
     path.write_bytes(b"SQLite format 3\0" + b"x" * 5000)
-    assert [run.run_id for run in reader.store.runs()] == ["s1", "p1"]
+    assert [run.run_id for run in reader.store.runs()] == ["t1", "o1", "s1", "p1"]
     path.unlink()
     assert reader.store.runs() == []
 
