@@ -46,7 +46,7 @@ footer{display:none!important}
 font-variant-numeric:tabular-nums}
 .pt-header{display:flex;flex-wrap:wrap;align-items:center;gap:6px 14px;min-height:34px;color:var(--pt-ink);
 font:14px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;font-variant-numeric:tabular-nums}
-.pt-name{font-size:18px}
+.pt-name{font-size:18px;overflow-wrap:anywhere;min-width:0}
 .pt-progress{width:180px;height:8px;flex:none}
 .pt-time{color:var(--pt-faint);margin-left:auto}
 .pt-why{flex-basis:100%;color:var(--pt-faint)}
