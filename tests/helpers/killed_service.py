@@ -292,7 +292,9 @@ class KilledService:
         return wrong
 
     def _other_weights(self) -> int:
-        """Snapshots and final weights that differ from those of an unkilled run of the same records."""
+        """Snapshots and final weights that differ from those of an unkilled run of the same records, on one thread."""
+        import torch
+
         from flows.online.online_settings import load_online_settings
         from flows.online.worker_process import replay_buffer
         from rl_core.models.trainable_weights import trainable_weights
@@ -301,6 +303,7 @@ class KilledService:
 
         settings = load_online_settings(self.service / "online.yaml")
         output = self.folder / "replayed"
+        torch.set_num_threads(1)  # as in the service
         replayed = replay_buffer(settings, self.service / "buffer", output, lambda text: None)
         with assemble_worker(settings, self.service) as worker:  # as it was saved at the end
             final = {
