@@ -269,6 +269,8 @@ def test_the_report_and_the_live_page_say_what_was_learned(folder, tmp_path):
     blocks = {block["id"]: block for block in online(tmp_path)}
     assert blocks["online-events"]["rows"] and len(blocks["online-charts"]["charts"]) == 4
     assert [line["y"] for line in blocks["online-charts"]["charts"][0]["lines"]] == [[0.01, 0.02, 0.03], [0.05] * 3]
+    tiles = {item["label"]: item for item in blocks["online"]["items"]}
+    assert (tiles["mean KL"]["value"], tiles["mean KL"]["sub"]) == ("0.030", "target 0.050")  # of the last that has it
     assert online(tmp_path / "nothing")[0]["kind"] == "note"
     with pytest.raises(DataError, match="holds no record"):
         read_record(tmp_path)
