@@ -12,6 +12,7 @@ from pathlib import Path
 
 from crash import jobs
 from crash.content import left_in_shared_memory, shared_memory
+from helpers import ROOT
 
 
 def test_every_job_is_taken_by_one_process(tmp_path):
@@ -65,7 +66,10 @@ def test_sigterm_ends_the_processes_that_share_the_trials(tmp_path):
     job = tmp_path / "job.sh"
     job.write_text(JOB.format(tmp_path))
     job.chmod(0o755)
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(job), str(tmp_path)])
+    command = [sys.executable, "-c", STARTER, str(job), str(tmp_path)]
+    starter = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("began-*"))) < 2:
         assert starter.poll() is None and time.monotonic() < deadline
