@@ -87,7 +87,9 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
     ]  # fmt: skip
     assert main(["why", "maze", "--set", f"output={tmp_path}"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"prepare_data: was never run in {tmp_path / 'maze'}" and said.count("  sft: has no result yet") == 1
+    assert (
+        said[0] == f"prepare_data: was never run in {tmp_path / 'maze'}" and said.count("  sft: has no result yet") == 1
+    )
     assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == ["prepare_data", "sft"]
 
