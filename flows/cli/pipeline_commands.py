@@ -297,6 +297,9 @@ def stage(arguments: argparse.Namespace) -> int:
 
 def why(arguments: argparse.Namespace) -> int:
     """Say why stages were run or not."""
+    given = arguments.config
+    if arguments.name is None and given in stage_registry.names() and not Path(given).exists():
+        raise SettingsError(f"{given} is a stage; name the configuration, too, as in `posttrain why {given} demo`")
     settings = loading.load(arguments, import_code=False)
     if settings.stages.own:
         settings = loading.load(arguments)  # what their settings are, and where they stand, says their code

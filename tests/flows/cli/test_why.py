@@ -94,6 +94,12 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == ["prepare_data", "sft"]
 
 
+def test_a_stage_without_its_configuration_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["why", "policy"]) == 2
+    assert "name the configuration, too, as in `posttrain why policy demo`" in capsys.readouterr().err
+
+
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(SettingsError, match="t: has no stage 'sftt'; did you mean 'sft'\\?"):
         explain(settings_of(tmp_path), "sftt")
