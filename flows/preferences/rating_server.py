@@ -137,6 +137,7 @@ def _serve(room: RatingRoom, token: str, wanted: int, say: Say) -> None:
         uvicorn.Config(
             make_rating_app(room, token), host=HOST, port=port, log_level="warning", access_log=False,
             timeout_graceful_shutdown=1, server_header=False,
+            lifespan="off",  # it has none; a second Ctrl-C would end its wait with a traceback
         )
     )  # fmt: skip
 
