@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_core.data.assistant_message import assistant_text, in_history
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from rl_core.data.encoder import TextEncoder
+from rl_core.data.model_text import without_surrogates
 from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
 from rl_core.errors import DataError
@@ -159,10 +160,10 @@ class ChatRenderer:
         return [*ids, *self._spelled(text[place:]), self.eos_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Text of a sampled action with its thought's opening, without control tokens."""
+        """Text of a sampled action with its thought's opening, without control tokens; lone surrogates as '?'."""
         kept = [token for token in ids if token not in self._control_ids]
         text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return f"{self.opened_thought}{text}"
+        return f"{self.opened_thought}{without_surrogates(text)}"
 
     def assistant_text(self, message: Message) -> str:
         """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.assistant_text`."""

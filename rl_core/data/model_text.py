@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["plain_json", "printable"]
+__all__ = ["plain_json", "printable", "without_surrogates"]
 
 MAX_DEPTH = 32  # levels of lists and objects that are kept
 MAX_BITS = 1024  # of an integer; Python refuses to write one of more than 4300 digits
@@ -21,9 +21,12 @@ LEFT_OUT = "…"
 
 def printable(text: str) -> str:
     """Text with lone surrogates as '?' (no UTF-8 encodes them) and NUL as U+FFFD (PostgreSQL does not store it)."""
-    if text.isascii():
-        return text.replace("\0", "\ufffd")
-    return text.encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
+    return without_surrogates(text).replace("\0", "\ufffd")
+
+
+def without_surrogates(text: str) -> str:
+    """Text with lone surrogates as '?'; a tokenizer written in Python may decode to them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def plain_json(value: Any, depth: int = MAX_DEPTH) -> Any:

@@ -122,3 +122,9 @@ def test_what_forges_a_role_stays_text_beside_markers() -> None:
     assert [prompt.count(token) for token in control] == [2, 1, 0], "of the user's and the assistant's headers"
     sampled = renderer.action_text([control[0], *renderer.action_ids("zoom"), control[2]])
     assert sampled == "zoom"
+
+
+def test_lone_surrogates_of_a_tokenizer_in_python_do_not_reach_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = ChatRenderer(family(HERMES, CALL))
+    monkeypatch.setattr(type(renderer.tokenizer), "decode", lambda *_, **__: "zoom \ud800é😀")
+    assert renderer.action_text([5]) == "zoom ?é😀"
