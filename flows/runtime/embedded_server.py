@@ -13,6 +13,7 @@ import errno
 import functools
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -240,8 +241,19 @@ def _free_port() -> int:
         return port
 
 
+def _file_size_limit() -> int:
+    """Bytes that a file of this process and its children may have; -1 without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
 def _refuse_full_disk(home: Path) -> None:
     """Refuse at once where the server could not write its database, for which it would be waited in vain."""
+    if 0 <= (limit := _file_size_limit()) < LEAST_BYTES:
+        raise BackendError(
+            f"{home}: {os.strerror(errno.EFBIG)} for Prefect's database: files may have {limit / 1e6:.1f} MB here, it "
+            f"needs {LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.EFBIG]}"
+        )
     if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_BYTES:
         raise BackendError(
             f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "

@@ -41,11 +41,14 @@ def start_from_tables(home: Path, environment: Mapping[str, str] = os.environ) -
     try:
         make_folder(home)
         with temporary_beside(path) as copy:
-            shutil.copyfile(kept, copy)
-            fault("prefect.copied")
-            if path.exists():  # another run was faster
-                return False
-            adopt(copy, path)
+            try:
+                shutil.copyfile(kept, copy)
+                fault("prefect.copied")
+                if path.exists():  # another run was faster
+                    return False
+                adopt(copy, path)
+            finally:
+                copy.unlink(missing_ok=True)
         return True
     except (OSError, PosttrainError) as error:
         log.debug("Prefect makes its own tables: %s", error)
@@ -60,9 +63,12 @@ def keep_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool
     try:
         make_folder(kept.parent)
         with temporary_beside(kept) as copy:
-            _copy_without_rows(path, copy)
-            fault("prefect.kept")
-            adopt(copy, kept)
+            try:
+                _copy_without_rows(path, copy)
+                fault("prefect.kept")
+                adopt(copy, kept)
+            finally:
+                copy.unlink(missing_ok=True)
         return True
     except (OSError, sqlite3.Error, PosttrainError) as error:
         log.debug("Prefect's tables are not kept: %s", error)

@@ -1,6 +1,8 @@
 """Tables of Prefect's database, kept and copied: no rows of anybody, never over a database that is there."""
 
+import errno
 import os
+import shutil
 
 import pytest
 from helpers.prefect_tables import migrated, rows
@@ -53,3 +55,19 @@ def test_a_user_without_a_cache_does_without(tmp_path, monkeypatch):
     migrated(tmp_path / "one")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one/prefect.db"))  # a file
     assert not keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", {})
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
+    """A file size limit left a temporary in each output folder."""
+
+    migrated(tmp_path / "one")
+    assert keep_tables(tmp_path / "one", {})
+
+    def part(source, target):
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(shutil, "copyfile", part)
+    home = tmp_path / "home"
+    assert not start_from_tables(home, {})
+    assert list(home.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     with pytest.raises(BackendError, match=r"No space left on device for Prefect's database: 2\.0 MB are free"):
         embedded_server._refuse_full_disk(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
+    assert embedded_server._refuse_full_disk(tmp_path) is None
+
+
+def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
+    """As above: with `ulimit -f 300` the server did not come up, and did not end either."""
+    limits = {"soft": 300 * 1024}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["soft"], resource.RLIM_INFINITY))
+    with pytest.raises(BackendError, match=r"File too large for Prefect's database: files may have 0\.3 MB here.*ulimit"):
+        embedded_server._refuse_full_disk(tmp_path)
+    limits["soft"] = 20_000_000
+    assert embedded_server._refuse_full_disk(tmp_path) is None
+    limits["soft"] = resource.RLIM_INFINITY
     assert embedded_server._refuse_full_disk(tmp_path) is None
 
 
