@@ -161,6 +161,7 @@ class Store:
 
         for name in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("mlflow.store.db.utils").addFilter(_is_not_raised)
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the shipper says it once
         assert mlflow
 
@@ -279,6 +280,11 @@ class Store:
         return self.ui_url(f"models/{name}/versions/{version}?workflowType=machine_learning")
 
 
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """False = an error of the database that MLflow logs with its traceback and raises; `answers` says it in a line."""
+    return record.exc_info is None
+
+
 def refused(error: Exception) -> bool:
     """True = the store understood the request and will never grant it."""
     return getattr(error, "error_code", None) in _REFUSED
@@ -294,9 +300,15 @@ def _is_ours(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError | IsADirectoryError | TypeError | AttributeError | KeyError)
 
 
+_AUTOFLUSH = (  # before SQLAlchemy's messages, where the error came up in a query
+    "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block if this flush is "
+    "occurring prematurely)"
+)
+
+
 def short(error: Exception) -> str:
     """The first line of an error, without addresses of objects in memory and without passwords."""
-    text = str(error).strip().splitlines()
+    text = str(error).strip().removeprefix(_AUTOFLUSH).strip().splitlines()
     line = re.sub(r"<[^<>]* object at 0x[0-9a-f]+>", "", text[0] if text else type(error).__name__)
     line = re.sub(r"//[^/@\s]+@", "//", line)
     if "Connection refused" in line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import sqlite3
 import sys
@@ -40,6 +41,24 @@ def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limi
     file_size_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (tmp_path / "mlflow").iterdir()] == [".mlflow.db.lock"]
     assert tracking.experiment_id  # the same store works once there is room
+
+
+def test_a_database_that_cannot_grow_is_said_in_one_line(tmp_path, file_size_limit, caplog):
+    """MLflow's own traceback for each write that failed made thousands of lines of a full disk."""
+    store = Tracking(None, tmp_path, "e").store
+    client, experiment = store.client, store.experiment_id
+    logging.getLogger("mlflow.store.db.utils").addHandler(caplog.handler)
+    file_size_limit((tmp_path / "mlflow/mlflow.db").stat().st_size + 4096)
+    with (
+        pytest.raises(BackendError, match=r"mlflow\.db could not make runs: \(sqlite3\.OperationalError\) d[^\n]*\Z"),
+        store.answers("make runs"),
+    ):
+        for number in range(1000):
+            client.create_run(experiment, tags={"filler": "x" * 5000}, run_name=f"run {number}")
+    file_size_limit(resource.RLIM_INFINITY)
+    logging.getLogger("mlflow.store.db.utils").removeHandler(caplog.handler)
+    assert caplog.records == []
+    assert client.create_run(experiment).info.status == "RUNNING"
 
 
 def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):

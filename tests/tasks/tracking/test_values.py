@@ -88,6 +88,14 @@ def test_addresses_never_show_passwords():
     assert "secret" not in short(ValueError("no answer from http://me:secret@host/"))
 
 
+def test_the_line_of_a_database_error_is_the_error():
+    text = (
+        "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block if this flush is "
+        "occurring prematurely)\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]"
+    )
+    assert short(RuntimeError(text)) == "(sqlite3.OperationalError) database or disk is full"
+
+
 def test_where_the_store_is(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert Store(None, tmp_path, "e").uri == f"sqlite:///{tmp_path}/mlflow/mlflow.db" == default_uri(tmp_path)
