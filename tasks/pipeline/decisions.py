@@ -29,7 +29,7 @@ class StageDecision:
 
     time: str
     key: str
-    kind: str  # cached, first, changed, resumed, drifted, fresh
+    kind: str  # cached, first, changed, resumed, drifted, damaged, fresh
     changes: tuple[str, ...] = ()  # against `compared`
     compared: str = ""  # another key of the stage
 
@@ -41,6 +41,7 @@ class StageDecision:
             "changed": f"run, since this changed against {self.compared}",
             "resumed": "resumed from its checkpoint",
             "drifted": "resumed from its checkpoint although this changed",
+            "damaged": "run again, since the finished folder was damaged (it is set aside)",
             "fresh": "run again, as asked for (--fresh)",
         }.get(self.kind, self.kind)
 

@@ -114,6 +114,7 @@ def run_stage(
         fault("stage.locked")
         clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
+        was_there = final.is_dir()
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
             fault("stage.cached")
@@ -125,7 +126,8 @@ def run_stage(
             discard(final)
             set_others_aside(final)
         drift = adopt(final, conditions, pipeline_run.options)
-        _note_begin(stage, fresh, drift, for_people=not pipeline_run.options.given)
+        why = "fresh" if fresh else "drifted" if drift else "damaged" if was_there else ""
+        _note_begin(stage, why, drift, for_people=not pipeline_run.options.given)
         pipeline_run.mark_computed(key)
         return _compute(pipeline_run, stage, body, drift)
 
@@ -148,14 +150,15 @@ def _locked(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
         yield
 
 
-def _note_begin(stage: KeyedStage, fresh: bool, drift: list[str], *, for_people: bool) -> None:
+def _note_begin(stage: KeyedStage, why: str, drift: list[str], *, for_people: bool) -> None:
     """Note why a stage is run, and say it where one with another key was finished before.
 
+    why: kind of the decision; "" = resumed where there are checkpoints, else its first run or a changed one.
     for_people: False = models were given to be evaluated: that they are others than those of a run is no news.
     """
     has_checkpoints = (stage.folder / "checkpoints").is_dir()
-    kind = "fresh" if fresh else "drifted" if drift else "resumed" if has_checkpoints else "first"
-    decision = note_decision(stage.final, kind, stage.conditions, drift)
+    kind = "resumed" if has_checkpoints else "first"
+    decision = note_decision(stage.final, why or kind, stage.conditions, drift)
     if decision.kind == "changed":
         lines = "\n  ".join(decision.changes)
         logger.info("%s runs anew, since this changed:\n  %s", stage.label, lines, extra={"for_people": for_people})

@@ -17,6 +17,7 @@ from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
 from tasks.pipeline import key as keys
 from tasks.pipeline import stage_code
+from tasks.pipeline.decisions import decisions
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
@@ -163,6 +164,10 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
     assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
+    (first.path / "words").write_text("x")
+    play(pipeline_run, body)
+    kinds = [decision.kind for decision in decisions(tmp_path / "sft")]
+    assert kinds == ["first", "cached", "damaged", "changed", "damaged"], "not changed against the other key"
 
 
 def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
