@@ -318,6 +318,21 @@ class Decoder:
         both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
 
+    @property
+    def can_take_in(self) -> bool:
+        """True = `take_in` can be called."""
+        return self._fused is not None
+
+    @torch.inference_mode()
+    def take_in(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor) -> None:
+        """Keys and values of new tokens into their slots, each after those before it in its slot; no logits.
+
+        A token's numbers depend on its own slot alone, to the last bit. All int64 [N].
+        """
+        assert self._fused is not None and self._cache is not None
+        step = DecodeStep(positions_N, slots_N, self._cos, self._sin, self._cache, self.query_heads)
+        self._fused(step, tokens_N, 0)
+
     def samples_steps(self, sampling: SamplingSettings) -> bool:
         """True = `sample_steps` can be called."""
         return self._fused is not None and not sampling.is_restricted
