@@ -82,6 +82,7 @@ class Decoder:
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self._fused: FusedStep | None = None
+        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = None, None  # that of the last `sample_steps`
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
@@ -144,7 +145,7 @@ class Decoder:
         if cache is not self._tables_of:
             self._make_tables(cache)
             self._tables_of = cache
-        self._fused = self._make_fused_step(cache)
+        self._fused, self._sampling_step = self._make_fused_step(cache), (None, None)
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
@@ -156,6 +157,7 @@ class Decoder:
     def _forget_cache(self) -> None:
         """Let go of the cache and of every view of it."""
         self._cache = self._tables_of = self._fused = None
+        self._sampling_step = None, None
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
@@ -341,8 +343,13 @@ class Decoder:
     def sample_steps(self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int) -> None:
         """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
         assert self._fused is not None and self._cache is not None
-        positions_n = torch.from_numpy(states.positions)[:count]
-        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
+        step, of = self._sampling_step
+        if step is None or of is not states or step.threads != torch.get_num_threads():
+            positions = torch.from_numpy(states.positions)
+            slots = self._positions[: len(positions)]
+            step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
+            self._sampling_step = step, states
+        step.take_first(count)
         self._fused.sample(step, states, is_end_V, steps)
 
     def draw(
