@@ -15,7 +15,7 @@ import torch
 
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
-from rl_core.environments.step_pool import PendingTurn
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.decoder import Decoder
@@ -79,7 +79,7 @@ class ServedSlots(SlotTable):
         is_eos[[token for token in eos_ids if token < len(is_eos)]] = True
         super().__init__(decoder, slots, context, context, is_eos, MemoryFit("slots of the server", _ADVICE))
         self._no_eos = np.zeros_like(is_eos)
-        self._prompts, self._wake = SlotPrompts(decoder, pad_id, _ADVICE), wake
+        self._prompts, self._wake = SlotPrompts(decoder, self._length, context, pad_id, _ADVICE), wake
         self._is_plain = np.ones(self._slots, dtype=bool)
         self._parked: dict[ServedRequest, _Parked] = {}
         self._ended: list[ServedRequest] = []
@@ -121,19 +121,18 @@ class ServedSlots(SlotTable):
         ]
 
     def admit(self, requests: Sequence[ServedRequest]) -> None:
-        """Begin requests, at most `free`; those with equal prompts share one pass over it."""
+        """Begin requests, at most `free`; what their prompts have in common with others' is read once."""
         places = [slot for slot in range(self._slots) if self._sequences[slot] is None][: len(requests)]
-        firsts = [tuple(request.prompt_ids[: min(PIECE, len(request.prompt_ids) - 1)]) for request in requests]
-        self._prompts.read(places, firsts)
-        for slot, request, first in zip(places, requests, firsts, strict=True):
+        counts = self._prompts.read(places, [request.prompt_ids for request in requests], PIECE)
+        for slot, request, count in zip(places, requests, counts, strict=True):
             prompt = request.prompt_ids
             limit = min(len(prompt) + request.sampling.max_completion_tokens, self._uniforms.shape[1])
             self._place(slot, request, limit, request.sampling.temperature, request.drawn)
             self._is_plain[slot] = request.is_plain
             request.held_since = 0
-            if len(first) < len(prompt) - 1:
-                self._length[slot] = len(first)
-                request.unread = prompt[len(first) :]
+            if count < len(prompt) - 1:
+                self._length[slot] = count
+                request.unread = prompt[count:]
                 self._read_on(slot, request)
 
     def _both(self, pairs: list[tuple[int, int]], kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -229,6 +228,11 @@ class ServedSlots(SlotTable):
             self._sequences[slot] = None
         self._ended.append(request)
 
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        if isinstance(observation, NewContext):
+            self._prompts.forget(slot)
+        return super()._go_on(slot, observation, hit_limit)
+
     def _request(self, slot: int) -> ServedRequest:
         request = self._sequences[slot]
         assert isinstance(request, ServedRequest)
@@ -249,6 +253,7 @@ class ServedSlots(SlotTable):
     def _end_turn(self, slot: int, hit_limit: bool) -> None:
         request = self._request(slot)
         self._tell(slot)
+        self._prompts.extend(slot, self._tokens[slot, : self._acted[slot]])
         super()._end_turn(slot, hit_limit)
         if self._sequences[slot] is None:
             self._ended.append(request)
@@ -262,7 +267,7 @@ class ServedSlots(SlotTable):
             self._request(slot).error = error
 
     def _by_slot(self) -> tuple[np.ndarray, ...]:
-        return (*super()._by_slot(), self._is_plain)
+        return (*super()._by_slot(), self._is_plain, *self._prompts.by_slot)
 
     def _steps_at_once(self) -> int:
         is_plain = bool(self._is_plain[: self._count].all()) and not any(r.unread for r in self._active())
