@@ -68,12 +68,16 @@ class DecodeStep:
         threads = torch.get_num_threads()
         scores = cache.new_empty(threads, query_heads // kv_heads, length)
         self._kept = (positions_N, slots_N, cos_LD, sin_LD, scores)
-        self.rows = len(positions_N)  # the first of them attend
+        self.threads, self.rows = threads, len(positions_N)  # the first rows attend
         self.fields = _Step(
             tokens=self.rows, rows=self.rows, Q=query_heads, K=kv_heads, D=size, length=length,
             slots=slots_N.data_ptr(), positions=positions_N.data_ptr(),
             cosines=cos_LD.data_ptr(), sines=sin_LD.data_ptr(), scores=scores.data_ptr(), threads=threads,
         )  # fmt: skip
+
+    def take_first(self, count: int) -> None:
+        """Only the first of the new tokens count from now on."""
+        self.rows = self.fields.tokens = self.fields.rows = count
 
 
 class _Layer(ctypes.Structure):
@@ -207,6 +211,8 @@ class FusedStep:
             least_own=LEAST_OWN_ROWS if size + packed.size <= CACHED_BYTES else 2**62,
         )  # fmt: skip
         self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
+        self._drawing: tuple[torch.Tensor, ...] = ()  # see `_rooms_to_draw`
+        self._drawing_for = (0, 0)
 
     def adapt(self, adapters: SlotAdapters | None) -> None:
         """Adapters of the slots from now on; None = no slot has one."""
@@ -238,15 +244,26 @@ class FusedStep:
             **{name: getattr(states, name).ctypes.data for name in states.__slots__},
             most=states.chosen.shape[1], is_end=is_end_V.ctypes.data,
         )  # fmt: skip
-        logits_nV = self._room.new_empty(fields.tokens, model.V)
-        drawing = self._room.new_empty(fields.threads, 2 * (model.V + WIDTH))
-        lists = torch.empty(fields.threads, 3, fields.tokens, dtype=torch.int64)
-        is_over = torch.empty(fields.tokens, dtype=torch.uint8)
         self._some(
             ctypes.addressof(model), ctypes.addressof(fields), ctypes.addressof(sampling), steps,
             self._place_for(fields), self._gemm.place_for(fields.threads),
-            *(room.data_ptr() for room in (logits_nV, drawing, lists, is_over)),
+            *(room.data_ptr() for room in self._rooms_to_draw(fields.tokens, fields.threads)),
         )  # fmt: skip
+
+    def _rooms_to_draw(self, tokens: int, threads: int) -> tuple[torch.Tensor, ...]:
+        """Scratch memory of `sample`: logits, powers, lists of slots, ends.
+
+        It is kept: each of torch's allocations lets another thread take the interpreter's lock, for a millisecond.
+        """
+        if tokens > self._drawing_for[0] or threads > self._drawing_for[1]:
+            tokens, threads = self._drawing_for = max(tokens, self._drawing_for[0]), max(threads, self._drawing_for[1])
+            self._drawing = (
+                self._room.new_empty(tokens, self._model.V),
+                self._room.new_empty(threads, 2 * (self._model.V + WIDTH)),
+                torch.empty(threads, 3, tokens, dtype=torch.int64),
+                torch.empty(tokens, dtype=torch.uint8),
+            )
+        return self._drawing
 
     def _place_for(self, fields: _Step) -> int:
         """Address of scratch memory for the activations of a step."""

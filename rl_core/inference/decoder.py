@@ -82,6 +82,7 @@ class Decoder:
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self._fused: FusedStep | None = None
+        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = None, None  # that of the last `sample_steps`
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
@@ -144,7 +145,7 @@ class Decoder:
         if cache is not self._tables_of:
             self._make_tables(cache)
             self._tables_of = cache
-        self._fused = self._make_fused_step(cache)
+        self._fused, self._sampling_step = self._make_fused_step(cache), (None, None)
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
@@ -156,6 +157,7 @@ class Decoder:
     def _forget_cache(self) -> None:
         """Let go of the cache and of every view of it."""
         self._cache = self._tables_of = self._fused = None
+        self._sampling_step = None, None
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
@@ -318,6 +320,21 @@ class Decoder:
         both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
 
+    @property
+    def can_take_in(self) -> bool:
+        """True = `take_in` can be called."""
+        return self._fused is not None
+
+    @torch.inference_mode()
+    def take_in(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor) -> None:
+        """Keys and values of new tokens into their slots, each after those before it in its slot; no logits.
+
+        A token's numbers depend on its own slot alone, to the last bit. All int64 [N].
+        """
+        assert self._fused is not None and self._cache is not None
+        step = DecodeStep(positions_N, slots_N, self._cos, self._sin, self._cache, self.query_heads)
+        self._fused(step, tokens_N, 0)
+
     def samples_steps(self, sampling: SamplingSettings) -> bool:
         """True = `sample_steps` can be called."""
         return self._fused is not None and not sampling.is_restricted
@@ -326,8 +343,13 @@ class Decoder:
     def sample_steps(self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int) -> None:
         """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
         assert self._fused is not None and self._cache is not None
-        positions_n = torch.from_numpy(states.positions)[:count]
-        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
+        step, of = self._sampling_step
+        if step is None or of is not states or step.threads != torch.get_num_threads():
+            positions = torch.from_numpy(states.positions)
+            slots = self._positions[: len(positions)]
+            step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
+            self._sampling_step = step, states
+        step.take_first(count)
         self._fused.sample(step, states, is_end_V, steps)
 
     def draw(

@@ -5,7 +5,6 @@ n active slots, V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ import torch
 
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
-from rl_core.data.batches import micro_batches, pad_rows
-from rl_core.environments.step_pool import PendingTurn
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.sampling import check_weights, log_probabilities
 from rl_core.inference.served_requests import Progress, ServedRequest, TopTokens
+from rl_core.inference.slot_prompts import SlotPrompts
 from rl_core.inference.slot_table import STEPS, SlotTable
 from rl_core.memory import MemoryFit
 from rl_core.models.lora import merged
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["PIECE", "ServedSlots"]
 
 PIECE = 512  # tokens of a prompt that are read at once; of a longer one, the rest while others decode
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_WIDTH = 32  # prompts are padded to a multiple of it, so that a row's width does not depend on other rows
 _ADVICE = "lower serving.slots or serving.context, or serve a smaller model"
 _PLAIN = SamplingSettings()
 
@@ -82,7 +79,7 @@ class ServedSlots(SlotTable):
         is_eos[[token for token in eos_ids if token < len(is_eos)]] = True
         super().__init__(decoder, slots, context, context, is_eos, MemoryFit("slots of the server", _ADVICE))
         self._no_eos = np.zeros_like(is_eos)
-        self._pad_id, self._wake = pad_id, wake
+        self._prompts, self._wake = SlotPrompts(decoder, self._length, context, pad_id, _ADVICE), wake
         self._is_plain = np.ones(self._slots, dtype=bool)
         self._parked: dict[ServedRequest, _Parked] = {}
         self._ended: list[ServedRequest] = []
@@ -124,46 +121,19 @@ class ServedSlots(SlotTable):
         ]
 
     def admit(self, requests: Sequence[ServedRequest]) -> None:
-        """Begin requests, at most `free`; those with equal prompts share one pass over it."""
+        """Begin requests, at most `free`; what their prompts have in common with others' is read once."""
         places = [slot for slot in range(self._slots) if self._sequences[slot] is None][: len(requests)]
-        firsts = [tuple(request.prompt_ids[: min(PIECE, len(request.prompt_ids) - 1)]) for request in requests]
-        self._read(places, firsts)
-        for slot, request, first in zip(places, requests, firsts, strict=True):
+        counts = self._prompts.read(places, [request.prompt_ids for request in requests], PIECE)
+        for slot, request, count in zip(places, requests, counts, strict=True):
             prompt = request.prompt_ids
             limit = min(len(prompt) + request.sampling.max_completion_tokens, self._uniforms.shape[1])
             self._place(slot, request, limit, request.sampling.temperature, request.drawn)
             self._is_plain[slot] = request.is_plain
             request.held_since = 0
-            if len(first) < len(prompt) - 1:
-                self._length[slot] = len(first)
-                request.unread = prompt[len(first) :]
+            if count < len(prompt) - 1:
+                self._length[slot] = count
+                request.unread = prompt[count:]
                 self._read_on(slot, request)
-
-    def _read(self, slots: list[int], prompts: list[tuple[int, ...]]) -> None:
-        """Keys and values of these tokens into slots."""
-        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt]
-        by_width: dict[int, list[tuple[int, ...]]] = {}
-        for prompt in fresh:
-            by_width.setdefault(min(-(-len(prompt) // _WIDTH) * _WIDTH, self._decoder.max_length), []).append(prompt)
-        fit = MemoryFit("prompts", _ADVICE)
-        for width, rows in by_width.items():
-            batches = micro_batches([width] * len(rows), _PREFILL_TOKENS)
-            read = functools.partial(self._read_batch, slots, prompts, rows, width)
-            fit.compute(batches, read, lengths=[width] * len(rows))
-
-    def _read_batch(
-        self,
-        slots: list[int],
-        prompts: list[tuple[int, ...]],
-        rows: list[tuple[int, ...]],
-        width: int,
-        batch: list[int],
-    ) -> None:
-        padded = [[*rows[index], *[self._pad_id] * (width - len(rows[index]))] for index in batch]
-        kv = self._decoder.prefill(pad_rows(padded, self._pad_id).to(self._decoder.device))
-        row_of = {rows[index]: row for row, index in enumerate(batch)}
-        pairs = [(slot, row_of[prompt]) for slot, prompt in zip(slots, prompts, strict=True) if prompt in row_of]
-        self._decoder.fill(*self._both(pairs, kv))
 
     def _both(self, pairs: list[tuple[int, int]], kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         slots, rows = zip(*pairs, strict=True)
@@ -258,6 +228,11 @@ class ServedSlots(SlotTable):
             self._sequences[slot] = None
         self._ended.append(request)
 
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        if isinstance(observation, NewContext):
+            self._prompts.forget(slot)
+        return super()._go_on(slot, observation, hit_limit)
+
     def _request(self, slot: int) -> ServedRequest:
         request = self._sequences[slot]
         assert isinstance(request, ServedRequest)
@@ -278,6 +253,7 @@ class ServedSlots(SlotTable):
     def _end_turn(self, slot: int, hit_limit: bool) -> None:
         request = self._request(slot)
         self._tell(slot)
+        self._prompts.extend(slot, self._tokens[slot, : self._acted[slot]])
         super()._end_turn(slot, hit_limit)
         if self._sequences[slot] is None:
             self._ended.append(request)
@@ -291,7 +267,7 @@ class ServedSlots(SlotTable):
             self._request(slot).error = error
 
     def _by_slot(self) -> tuple[np.ndarray, ...]:
-        return (*super()._by_slot(), self._is_plain)
+        return (*super()._by_slot(), self._is_plain, *self._prompts.by_slot)
 
     def _steps_at_once(self) -> int:
         is_plain = bool(self._is_plain[: self._count].all()) and not any(r.unread for r in self._active())
