@@ -177,7 +177,7 @@ def _consolidate(settings: PipelineSettings) -> ConsolidationResult:
 
 def run_consolidation(settings: PipelineSettings, *, quiet: bool = False) -> ConsolidationResult:
     """Run the flow in this process, with live progress."""
-    with watched(quiet=quiet), passed_on(settings) as stored:
+    with watched(settings, quiet=quiet), passed_on(settings) as stored:
         run = outlived.run(lambda: consolidate(stored))
         result: ConsolidationResult = run  # type: ignore[assignment]
     return result

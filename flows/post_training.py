@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from flows.runtime.embedded_server import embedded_address, other_address, start
 from flows.runtime.pipeline_result import PipelineResult
 from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
 from flows.runtime.progress import Display
+from flows.runtime.quick_imports import freeze_imports, without_collection
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.stopped_state import name_stopped
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
@@ -282,7 +284,7 @@ def run_pipeline(
         time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
         computes = fresh or not _is_finished(stages_folder, settings)
         with (
-            watched(quiet=quiet, started=started, time_left=time_left, computes=computes),
+            watched(settings, quiet=quiet, started=started, time_left=time_left, computes=computes),
             passed_on(settings, changed) as stored,
         ):
             result: PipelineResult = outlived.run(
@@ -303,19 +305,25 @@ def _is_finished(stages_folder: Path, settings: PipelineSettings) -> bool:
 
 @contextlib.contextmanager
 def watched(
-    *, quiet: bool = False, started: str = "", time_left: TimeLeft | None = None, computes: bool = False
+    settings: PipelineSettings,
+    *,
+    quiet: bool = False,
+    started: str = "",
+    time_left: TimeLeft | None = None,
+    computes: bool = False,
 ) -> Iterator[None]:
     """Context in which a flow called directly runs in this process, with live progress.
 
     started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
-    computes: a stage will compute here, so its libraries are imported while Prefect's server starts.
+    computes: a stage will compute here, so its libraries are imported while Prefect's server starts, as MLflow is.
     """
     with Display(quiet=quiet, time_left=time_left) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
             with prefect_defaults():
-                with display.waiting("starting"):
-                    start_embedded_server(import_libraries if computes else None)
+                with display.waiting("starting"), without_collection():
+                    start_embedded_server(functools.partial(import_libraries, settings, computes=computes))
+                    freeze_imports()
                 with embedded_address():
                     yield
         finally:

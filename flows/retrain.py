@@ -212,7 +212,10 @@ def run_retraining(
     fresh: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
-    with watched(quiet=quiet, time_left=TimeLeft(settings.stages.active)), passed_on(settings) as stored:
+    with (
+        watched(settings, quiet=quiet, time_left=TimeLeft(settings.stages.active)),
+        passed_on(settings) as stored,
+    ):
         run = outlived.run(
             lambda: retrain(stored, start=start, force=force, reason=reason, allow_drift=allow_drift, fresh=fresh)
         )

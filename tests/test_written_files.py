@@ -21,7 +21,6 @@ EXCEPTIONS = {
     ("rl_core/models/lora.py", "save_pretrained"): "as above",
     ("rl_core/service/saved_weights.py", "save_pretrained"): "as above",
     ("rl_core/analysis/canvas.py", "savefig"): "into memory",
-    ("flows/runtime/dag_figure.py", "savefig"): "into memory",
     ("rl_core/environments/subprocess_main.py", "open"): "os.devnull",
     ("rl_core/environments/subprocess_main.py", "fdopen"): "a pipe",
     ("rl_core/environments/subprocess_host.py", "tempfile.TemporaryDirectory"): "the script of a trial",

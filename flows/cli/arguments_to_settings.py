@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,7 @@ def prepare(settings: PipelineSettings) -> None:
     connect(Path(settings.output))
 
 
+@contextlib.contextmanager
 def begin(
     settings: PipelineSettings,
     *,
@@ -69,18 +71,21 @@ def begin(
     fresh: bool = False,
     stages: Sequence[str] | None = None,
     told: str = "",
-) -> None:
-    """Say at once what runs and where it can be watched; Prefect's server starts while the rest is imported.
+) -> Iterator[None]:
+    """Say at once what runs and where it can be watched; Prefect's server starts while the block imports the flow.
 
     After `prepare`, in commands that run the pipeline's flow. fresh: stages are run again, finished or not.
     stages: those that are run, where that is not all of the settings. told: the lines, where they are not a pipeline's.
     """
     from flows.cli.opening import opening
     from flows.runtime.embedded_server import begin_embedded_server
+    from flows.runtime.quick_imports import without_collection
 
     if not quiet:
         print(visible(told or opening(settings, fresh=fresh, stages=stages)), flush=True)
     begin_embedded_server()
+    with without_collection(of_command=True):
+        yield
 
 
 def check_models(settings: PipelineSettings, *names: str | None) -> None:

@@ -93,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     loading.refuse_bad_rows(settings)
     loading.check_base_model(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh)
-    from flows.cli.page_beside_run import page_beside
-    from flows.post_training import run_pipeline
+    with loading.begin(settings, quiet=arguments.quiet, fresh=arguments.fresh):
+        from flows.cli.page_beside_run import page_beside
+        from flows.post_training import run_pipeline
 
     with page_beside(Path(settings.output), arguments.monitor):
         result = run_pipeline(
@@ -128,8 +128,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     loading.prepare(base)
     from flows.cli.opening import sweep_opening
 
-    loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base))
-    from flows.sweep.conduct import run_sweep
+    with loading.begin(base, quiet=arguments.quiet, told=sweep_opening(plan, base)):
+        from flows.sweep.conduct import run_sweep
 
     result = run_sweep(
         plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet, ray=arguments.ray,
@@ -158,8 +158,8 @@ def retrain(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments, ask_servers=True)
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet, fresh=True)  # on other episodes than before
-    from flows.retrain import run_retraining
+    with loading.begin(settings, quiet=arguments.quiet, fresh=True):  # on other episodes than before
+        from flows.retrain import run_retraining
 
     result = run_retraining(
         settings, start=arguments.start, force=arguments.force, reason=arguments.reason, quiet=arguments.quiet,
@@ -251,8 +251,8 @@ def profile(arguments: argparse.Namespace) -> int:
     loading.prepare(settings)
     quiet = arguments.quiet or arguments.json
     active = settings.stages.active
-    loading.begin(settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True)
-    from flows.cli.time_profile import profile_record, profile_stage, profile_table
+    with loading.begin(settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True):
+        from flows.cli.time_profile import profile_record, profile_stage, profile_table
 
     records = profile_stage(settings, name, arguments.iterations, quiet=quiet)
     print(json.dumps(profile_record(name, records), indent=1) if arguments.json else profile_table(name, records))
@@ -284,8 +284,8 @@ def stage(arguments: argparse.Namespace) -> int:
     from tasks.pipeline.partial_settings import settings_up_to
 
     part = settings_up_to(settings, arguments.name, arguments.model)
-    loading.begin(part, quiet=arguments.quiet, fresh=arguments.fresh)
-    from flows.single_stage import run_stage
+    with loading.begin(part, quiet=arguments.quiet, fresh=arguments.fresh):
+        from flows.single_stage import run_stage
 
     result = run_stage(
         settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet,
@@ -323,8 +323,8 @@ def resume(arguments: argparse.Namespace) -> int:
     settings = settings_of(record, output)
     loading.prepare(settings)
     print(visible(f"going on with '{record.name}', which is {record.status}"), flush=True)
-    loading.begin(settings, quiet=arguments.quiet)
-    from flows.post_training import run_pipeline
+    with loading.begin(settings, quiet=arguments.quiet):
+        from flows.post_training import run_pipeline
 
     result = run_pipeline(
         settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,

@@ -41,9 +41,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     settings = loading.load(arguments)
     loading.check_models(settings, arguments.model)
     loading.prepare(settings)
-    loading.begin(settings, quiet=arguments.quiet, fresh=True, stages=["evaluate"])
-    from flows.cli.model_names import name_of_model
-    from flows.single_stage import evaluate_model
+    with loading.begin(settings, quiet=arguments.quiet, fresh=True, stages=["evaluate"]):
+        from flows.cli.model_names import name_of_model
+        from flows.single_stage import evaluate_model
 
     name = name_of_model(arguments.model)
     result = evaluate_model(settings, arguments.model, name=name, quiet=arguments.quiet)
@@ -76,9 +76,9 @@ def analyze(arguments: argparse.Namespace) -> int:
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     loading.check_models(settings, *models.values())
     loading.prepare(settings)
-    loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate", "analyze"])
-    from flows.single_stage import analyze_models
-    from rl_core.storage.single_files import copy_tree
+    with loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate", "analyze"]):
+        from flows.single_stage import analyze_models
+        from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
     print(visible(result.table()))
@@ -95,13 +95,14 @@ def diff(arguments: argparse.Namespace) -> int:
         from flows.cli.replay import recorded_settings
 
         settings = recorded_settings(Path(arguments.output))
-    from flows.cli.diff_models import models_to_diff, played_diff, text_of_diff
+    from flows.cli.diff_models import models_to_diff, text_of_diff
 
     models = models_to_diff(settings, (arguments.first, arguments.second))
     loading.check_models(settings, *models.values())
     loading.prepare(settings)
     quiet = arguments.quiet or arguments.format == "json"
-    loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate"])
+    with loading.begin(settings, quiet=quiet, fresh=True, stages=["evaluate"]):
+        from flows.cli.diff_models import played_diff
     found, knows_success = played_diff(settings, models, examples=arguments.episodes, quiet=quiet)
     if arguments.format == "json":
         print(json.dumps({**found.to_json(), "knows_success": knows_success}, indent=1))

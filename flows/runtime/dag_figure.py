@@ -1,60 +1,117 @@
-"""Figure of a run: stages, data flow between them, and results."""
+"""Figure of a run: stages, data flow between them, and results.
+
+Drawn by Pillow with Matplotlib's fonts: importing Matplotlib itself would be a tenth of a run of which everything is
+cached.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import io
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.storage.single_files import replacing
 from tasks.stage_registry import names, policy_stages
 
+if TYPE_CHECKING:
+    from PIL import ImageDraw, ImageFont
+
 __all__ = ["draw_pipeline"]
 
-_WIDTH, _HEIGHT = 0.74, 0.56
+_COLUMN, _TITLE = 270, 40  # pixels: width of a column, height of the title
+_BOX = (208, 134)  # pixels
+_SMOOTH = 2  # drawn so many times as large, and then scaled down
 _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
+_EDGE, _ARROW = "#37607f", "#6b7f8f"
+
+_Point = tuple[float, float]
 
 
 def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
     """Draw the stages in `rows` (see `flows.runtime.summary.result_rows`) and write a PNG; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+    from PIL import Image, ImageDraw
 
     present = {row["stage"]: row for row in rows if row["stage"] in names()}
     places = _places(present)
-    width = max(2.0, 1.0 + max((x for x, _ in places.values()), default=0.0))
-    bottom, top = (f((y for _, y in places.values()), default=0.5) for f in (min, max))  # no empty rows
-    figure = Figure(figsize=(2.08 * width, 1.7 + 1.9 * (top - bottom)), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(bottom - 0.45, top + 0.45))
-    axes.axis("off")
-    axes.set_title(title, loc="left", fontsize=11)
-    boxes: dict[str, Any] = {}
+    size, centres = _pixels(places)
+    picture = Image.new("RGB", (size[0] * _SMOOTH, size[1] * _SMOOTH), "white")
+    draw = ImageDraw.Draw(picture)
+    _write(draw, (6, _TITLE / 2), title, 20, anchor="lm")
+    for start, end in _arrows(places, uses_reward_model=present.get("policy", {}).get("uses_reward_model", True)):
+        _draw_arrow(draw, centres[start], centres[end])
     for name, row in present.items():
-        x, y = places[name]
-        box = FancyBboxPatch(
-            (x - _WIDTH / 2, y - _HEIGHT / 2), _WIDTH, _HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.06",
-            facecolor=_COLOURS["cached" if row["cached"] else "ran"], edgecolor="#37607f", linewidth=1.2, zorder=2,
-        )  # fmt: skip
-        boxes[name] = axes.add_patch(box)
-        axes.text(x, y + 0.16, name.replace("_", " "), ha="center", va="center", fontsize=10, weight="bold", zorder=3)
-        axes.text(x, y - 0.08, _lines(row), ha="center", va="center", fontsize=8, linespacing=1.35, zorder=3)
-    for start, end in _arrows(boxes, uses_reward_model=present.get("policy", {}).get("uses_reward_model", True)):
-        arrow = FancyArrowPatch(
-            places[start], places[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
-            arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
-        )  # fmt: skip
-        axes.add_patch(arrow)
-    picture = io.BytesIO()
-    figure.savefig(picture)
+        _draw_box(draw, centres[name], name.replace("_", " "), _lines(row), cached=row["cached"])
+    encoded = io.BytesIO()
+    picture.resize(size, Image.Resampling.BOX).save(encoded, "PNG")
     with replacing(path, binary=True) as file:
-        file.write(picture.getvalue())
+        file.write(encoded.getvalue())
     return path
+
+
+def _pixels(places: Mapping[str, _Point]) -> tuple[tuple[int, int], dict[str, _Point]]:
+    """Width and height of the figure, and the centre of each box, in pixels from the upper left; no empty rows."""
+    columns = max(2.0, 1.0 + max((x for x, _ in places.values()), default=0.0))
+    bottom, top = (f((y for _, y in places.values()), default=0.5) for f in (min, max))
+    row = 216 if top > bottom else 208
+    height = _TITLE + row * (top - bottom + 0.9)
+    centres = {name: (_COLUMN * (x + 0.5), _TITLE + row * (top + 0.45 - y)) for name, (x, y) in places.items()}
+    return (round(_COLUMN * columns), round(height)), centres
+
+
+def _draw_box(draw: ImageDraw.ImageDraw, centre: _Point, name: str, lines: str, *, cached: bool) -> None:
+    x, y = (_SMOOTH * value for value in centre)
+    half_width, half_height = (_SMOOTH * side / 2 for side in _BOX)
+    draw.rounded_rectangle(
+        (x - half_width, y - half_height, x + half_width, y + half_height), 16 * _SMOOTH,
+        fill=_COLOURS["cached" if cached else "ran"], outline=_EDGE, width=2 * _SMOOTH,
+    )  # fmt: skip
+    _write(draw, (centre[0], centre[1] - 36), name, 18, bold=True)
+    _write(draw, (centre[0], centre[1] + 18), lines, 14)
+
+
+def _draw_arrow(draw: ImageDraw.ImageDraw, start: _Point, end: _Point) -> None:
+    """A line from the edge of one box to that of the other, its head before it."""
+    run, rise = end[0] - start[0], end[1] - start[1]
+    length = math.hypot(run, rise)
+    along = (run / length, rise / length)
+    inside = min(_BOX[axis] / 2 / abs(along[axis]) for axis in (0, 1) if along[axis])  # from a centre to the edge
+
+    def at(distance: float, aside: float = 0.0) -> _Point:
+        x, y = start[0] + along[0] * distance, start[1] + along[1] * distance
+        return _SMOOTH * (x - along[1] * aside), _SMOOTH * (y + along[0] * aside)
+
+    tip = length - inside - 4
+    draw.line((at(inside), at(tip - 10)), fill=_ARROW, width=2 * _SMOOTH)
+    draw.polygon((at(tip), at(tip - 13, 6), at(tip - 13, -6)), fill=_ARROW)
+
+
+def _write(
+    draw: ImageDraw.ImageDraw, place: _Point, text: str, size: int, *, bold: bool = False, anchor: str = "mm"
+) -> None:
+    """Text of a size in pixels; `anchor`: Pillow's, of the place within the text."""
+    x, y = (_SMOOTH * value for value in place)
+    draw.multiline_text(
+        (x, y), text, "black", _font(size * _SMOOTH, bold), anchor=anchor, spacing=5 * _SMOOTH, align="center"
+    )
+
+
+@functools.cache
+def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """DejaVu Sans as Matplotlib brings it; Pillow's own font where it does not."""
+    from PIL import ImageFont
+
+    spec = importlib.util.find_spec("matplotlib")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
+    try:
+        name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+        return ImageFont.truetype(folder / "mpl-data/fonts/ttf" / name, size)
+    except OSError:
+        return ImageFont.load_default(size)
 
 
 def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.runtime import prefect_access
-from flows.runtime.prefect_database import keep_tables, start_from_tables
+from flows.runtime.prefect_database import keep_tables, migration_environment, start_from_tables
 from flows.runtime.prefect_home import embedded_access, prefect_environment
 from rl_core.errors import BackendError
 from rl_core.storage.faults import fault
@@ -50,9 +50,9 @@ _EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFE
 class _ServerProcess:
     """The server's process and its port."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        """given: environment of the server beside this process's."""
-        self._given = given
+    def __init__(self, given: Mapping[str, str], home: Path) -> None:
+        """given: environment of the server beside this process's. home: of Prefect, with the database."""
+        self._given = {**given, **migration_environment(home, {**os.environ, **given})}
         self.port = _free_port()
         self.process = self._start()
 
@@ -124,7 +124,7 @@ def begin_embedded_server() -> None:
         return
     _refuse_full_disk(Path(home))
     start_from_tables(Path(home))
-    _begun = _ServerProcess(embedded_access())
+    _begun = _ServerProcess(embedded_access(), Path(home))
     atexit.register(stop_embedded_server)
 
 
@@ -160,7 +160,7 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
     start_from_tables(settings.home)
-    server = _begun or _ServerProcess(settings.to_environment_variables(exclude_unset=True))
+    server = _begun or _ServerProcess(settings.to_environment_variables(exclude_unset=True), settings.home)
     _begun = None
     if meanwhile is not None:
         try:

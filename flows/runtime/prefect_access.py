@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flows.runtime.quick_imports import freeze_imports, without_collection
 from rl_core.errors import BackendError
 from rl_core.storage.own_files import own_file
 from rl_core.storage.single_files import create_once, make_folder
@@ -140,9 +141,12 @@ def _loopback_port(url: str) -> int | None:
 
 def create_app() -> OnlyFromHere:
     """Prefect's server as its embedded server makes it, behind the check."""
-    from prefect.server.api.server import create_app as prefect_app
+    with without_collection(of_command=True):
+        from prefect.server.api.server import create_app as prefect_app
 
-    return OnlyFromHere(prefect_app())
+        app = prefect_app()
+        freeze_imports()
+    return OnlyFromHere(app)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Prefect's sqlite database, migrated once for each version of Prefect and then copied.
 
 A new output folder would otherwise run all of Prefect's migrations, which takes longer than many a run of a pipeline of
-which everything is cached. What is kept has tables and no rows but the number of the migration.
+which everything is cached. What is kept has tables and no rows but the number of the migration. A database with that
+number has run them all, and its server need not look for more of them, for which it would import Alembic.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.own_files import cache_folder
 from rl_core.storage.single_files import adopt, make_folder, temporary_beside
 
-__all__ = ["keep_tables", "start_from_tables"]
+__all__ = ["keep_tables", "migration_environment", "start_from_tables"]
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,22 @@ def keep_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool
         return False
 
 
+def migration_environment(home: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables with which the server of a home opens its database as it is; {} where migrations may be missing.
+
+    environment: of the server. Never raises.
+    """
+    kept = _place()
+    if kept is None or _is_elsewhere(environment):
+        return {}
+    number = _migration(kept)
+    return (
+        {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
+        if number and number == _migration(database_of(home))
+        else {}
+    )
+
+
 def _place() -> Path | None:
     """File of the kept tables; None where this user has no cache."""
     try:
@@ -89,13 +106,18 @@ def _is_elsewhere(environment: Mapping[str, str]) -> bool:
 
 def _is_migrated(path: Path) -> bool:
     """True = a database that has run its migrations."""
+    return bool(_migration(path))
+
+
+def _migration(path: Path) -> str:
+    """Number of the newest migration that a database has run; "" where it is none, or has run none."""
     if not path.is_file():
-        return False
+        return ""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            return database.execute(f"SELECT count(*) FROM {_KEPT}").fetchone()[0] > 0
+            return ",".join(sorted(str(row[0]) for row in database.execute(f"SELECT version_num FROM {_KEPT}")))
     except sqlite3.Error:
-        return False
+        return ""
 
 
 def _copy_without_rows(path: Path, copy: Path) -> None:

@@ -101,7 +101,7 @@ def run_sweep(
     place.open(base)
     token = _asked.set(_SweepJob(plan, base, parallel, gate, place))
     try:
-        with watched(quiet=quiet):
+        with watched(base, quiet=quiet):
             result: SweepResult = outlived.run(lambda: sweep(base.name, [label_of(_shown(plan))]))
     finally:
         _asked.reset(token)

@@ -163,7 +163,7 @@ class ChatRenderer:
         """Text of a sampled action with its thought's opening, without control tokens; lone surrogates as '?'."""
         kept = [token for token in ids if token not in self._control_ids]
         text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return f"{self.opened_thought}{without_surrogates(text)}"
+        return f"{self.opened_thought}{without_surrogates(str(text))}"
 
     def assistant_text(self, message: Message) -> str:
         """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.assistant_text`."""

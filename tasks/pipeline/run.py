@@ -274,10 +274,12 @@ class PipelineRun:
             self._on_progress(label, done, total, message)
 
 
-def import_libraries() -> None:
-    """Import what the first stage that computes would wait for, seconds."""
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
+def import_libraries(settings: PipelineSettings, *, computes: bool) -> None:
+    """Import what the run would wait for, seconds: the tracking store's, and of stages that compute theirs."""
+    if computes:
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401  what every model of transformers stands on
+    Tracking(settings.tracking.uri, Path(settings.output)).store.load()
 
 
 def _prepare_libraries(threads: int) -> None:

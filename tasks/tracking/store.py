@@ -7,6 +7,7 @@ import getpass
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import uuid
@@ -154,10 +155,15 @@ class Store:
         return without_password(self.uri)
 
     def load(self) -> None:
-        """Import MLflow, with its environment set before."""
+        """Import MLflow, and what it opens a sqlite store with; its environment is set before."""
         for name, value in offline_environment().items():
             os.environ.setdefault(name, value)
         import mlflow
+
+        if self.uri.startswith("sqlite:"):
+            with _plain_error_pages():
+                import mlflow.store.model_registry.sqlalchemy_store
+                import mlflow.store.tracking.sqlalchemy_store
 
         for name in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -283,6 +289,23 @@ class Store:
 def _is_not_raised(record: logging.LogRecord) -> bool:
     """False = an error of the database that MLflow logs with its traceback and raises; `answers` says it in a line."""
     return record.exc_info is None
+
+
+@contextmanager
+def _plain_error_pages() -> Iterator[None]:
+    """Context in which Mako, which MLflow's migrations import, does without the lexers of its coloured error pages.
+
+    Importing them takes longer than the rest of Mako and of Alembic.
+    """
+    name = "mako.ext.pygmentplugin"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # an ImportError, for which Mako is prepared
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def refused(error: Exception) -> bool:

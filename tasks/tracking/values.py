@@ -111,9 +111,18 @@ def _text(value: Any) -> str:
 @functools.cache
 def environment_freeze() -> str:
     """Python, platform and every installed distribution with its version, as `pip freeze` would list them."""
-    lines = {f"{dist.metadata['Name']}=={dist.version}" for dist in metadata.distributions() if dist.metadata["Name"]}
+    lines = set(filter(None, map(_named, metadata.distributions())))
     head = f"# Python {sys.version.split()[0]} on {platform.platform()}\n"
     return head + "\n".join(sorted(lines, key=str.lower)) + "\n"
+
+
+def _named(distribution: metadata.Distribution) -> str:
+    """`name==version`; "" where there is no name. `distribution.metadata` parses the whole description for it."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    head = text.partition("\n\n")[0]
+    found = {key: re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", head, re.M) for key in ("Name", "Version")}
+    name, version = ((one[1] if one else "") for one in found.values())
+    return f"{name}=={version}" if name else ""
 
 
 def pinned(*names: str) -> list[str]:

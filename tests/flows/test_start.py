@@ -30,7 +30,7 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
     done = []
 
     class Stuck:
-        def __init__(self, given):
+        def __init__(self, given, home):
             pass
 
         def wait(self, limit):
@@ -58,7 +58,7 @@ def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is
     done = []
 
     class Starting:
-        def __init__(self, given):
+        def __init__(self, given, home):
             done.append("begun")
 
         def wait(self, limit):

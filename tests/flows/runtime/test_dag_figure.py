@@ -1,8 +1,10 @@
 """Arrows of the figure: data flow between the stages of the run."""
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from flows.runtime.dag_figure import _arrows, _places
+from flows.runtime.dag_figure import _arrows, _pixels, _places, draw_pipeline
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,32 @@ def test_columns_follow_from_the_stages_that_ran():
     assert _places(["prepare_data", "sft", "policy"])["policy"] == (2.0, 1.0)
     assert _places(["sft", "preference", "thoughts"])["thoughts"] == (2.0, 1.0)
     assert len(set(places.values())) == len(places)
+
+
+def row(stage, *, cached=False, **numbers):
+    return {"stage": stage, "cached": cached, "seconds": 3.0, **numbers}
+
+
+def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(tmp_path):
+    rows = [row("prepare_data", cached=True), row("sft", success=0.5), row("policy", success=1.0), {"stage": "other"}]
+    pixels = np.asarray(Image.open(draw_pipeline(rows, tmp_path / "run.png", "demo: 12 s")).convert("RGB"))
+    size, centres = _pixels(_places([one["stage"] for one in rows[:3]]))
+    assert pixels.shape == (size[1], size[0], 3) and size == (810, 342)  # 3 columns of 270; 40 + 216 * 1.4
+
+    def colour(name):
+        x, y = centres[name]
+        return tuple(pixels[round(y) - 10, round(x) - 95])  # within the box, beside its texts
+
+    assert colour("prepare_data") == (0xEE, 0xEE, 0xEE)
+    assert colour("sft") == colour("policy") == (0xD7, 0xE8, 0xF7)
+    between = pixels[round(centres["sft"][1]), round((centres["sft"][0] + centres["policy"][0]) / 2)]
+    assert tuple(between) == (0x6B, 0x7F, 0x8F)  # the arrow
+    dark = pixels.max(axis=2) < 60
+    assert dark[:40, :200].any() and not dark[:40, 400:].any()  # the title, above the boxes
+    for x, y in centres.values():
+        assert dark[round(y) - 46 : round(y) - 26, round(x) - 60 : round(x) + 60].any()  # its name
+        assert dark[round(y) + 5 : round(y) + 35, round(x) - 60 : round(x) + 60].any()  # its numbers
+
+
+def test_a_run_without_a_stage_of_the_dag_has_an_empty_figure(tmp_path):
+    assert Image.open(draw_pipeline([], tmp_path / "run.png")).size == (540, 227)

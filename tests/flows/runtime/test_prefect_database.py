@@ -3,11 +3,13 @@
 import errno
 import os
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 from helpers.prefect_tables import migrated, rows
 
-from flows.runtime.prefect_database import keep_tables, start_from_tables
+from flows.runtime.prefect_database import keep_tables, migration_environment, start_from_tables
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,27 @@ def test_nothing_is_done_twice_or_over_what_is_there(tmp_path, cache):
     assert keep_tables(tmp_path / "one", {}) and not keep_tables(tmp_path / "one", {})
     migrated(tmp_path / "two", "mine")
     assert not start_from_tables(tmp_path / "two", {}) and rows(tmp_path / "two/prefect.db", "flow") == ["mine"]
+
+
+def test_a_server_looks_for_migrations_unless_its_database_has_the_number_of_the_kept_tables(tmp_path):
+    opened_as_it_is = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
+    path = migrated(tmp_path / "one")
+    assert migration_environment(tmp_path / "one", {}) == {}  # nothing is kept that would tell the newest number
+    keep_tables(tmp_path / "one", {})
+    assert migration_environment(tmp_path / "one", {}) == opened_as_it_is
+    assert migration_environment(tmp_path / "two", {}) == {}  # no database
+    start_from_tables(tmp_path / "two", {})
+    assert migration_environment(tmp_path / "two", {}) == opened_as_it_is
+    elsewhere = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
+    assert migration_environment(tmp_path / "one", elsewhere) == {}
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE alembic_version SET version_num = 'older'")
+        database.commit()
+    assert migration_environment(tmp_path / "one", {}) == {}
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DELETE FROM alembic_version")
+        database.commit()
+    assert migration_environment(tmp_path / "one", {}) == {}
 
 
 def test_another_database_is_left_to_prefect(tmp_path):

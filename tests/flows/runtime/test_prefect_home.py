@@ -53,7 +53,9 @@ def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
     """As above: with `ulimit -f 300` the server did not come up, and did not end either."""
     limits = {"soft": 300 * 1024}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["soft"], resource.RLIM_INFINITY))
-    with pytest.raises(BackendError, match=r"File too large for Prefect's database: files may have 0\.3 MB here.*ulimit"):
+    with pytest.raises(
+        BackendError, match=r"File too large for Prefect's database: files may have 0\.3 MB here.*ulimit"
+    ):
         embedded_server._refuse_full_disk(tmp_path)
     limits["soft"] = 20_000_000
     assert embedded_server._refuse_full_disk(tmp_path) is None
