@@ -48,7 +48,7 @@ def flow(monkeypatch):
     module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
     monkeypatch.setitem(sys.modules, "flows.post_training", module)
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
-    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: contextlib.nullcontext())
     return module
 
 
@@ -387,7 +387,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
 
     monkeypatch.setitem(sys.modules, "flows.single_stage", SimpleNamespace(analyze_models=analyze_models))
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
-    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: contextlib.nullcontext())
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -608,7 +608,7 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
         sys.modules, "flows.cli.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
     )
     monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
-    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: None)
+    monkeypatch.setattr(arguments_to_settings, "begin", lambda settings, **_: contextlib.nullcontext())
     found = {}
 
     def run_pipeline(settings, **named):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -126,8 +127,8 @@ def test_the_command_plays_both_and_speaks_json(home, tmp_path, monkeypatch, cap
 
     episodes(tmp_path / "evaluate")
     monkeypatch.setattr(single_stage, "evaluate_models", evaluate_models)
-    for module in ("prepare", "begin"):
-        monkeypatch.setattr(f"flows.cli.arguments_to_settings.{module}", lambda *_, **__: None)
+    for step in ("prepare", "begin"):
+        monkeypatch.setattr(f"flows.cli.arguments_to_settings.{step}", lambda *_, **__: nullcontext())
     assert cli.main(["diff", "sft", "policy", "-c", str(config), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["first"], told["second"], told["total"]["losses"]) == ("sft", "policy", 3)
