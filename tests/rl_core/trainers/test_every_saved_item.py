@@ -257,6 +257,7 @@ def test_every_item_lost_or_reset_is_noticed(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["sft", "grpo", "thoughts"])
 def test_every_single_tensor_and_number_too(name):
     assert unnoticed(name, every=True) == {}
