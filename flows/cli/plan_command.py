@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_ITERATIONS = 12
+_WORKERS, _BOUNDS = (1, 2, 4), (0, 1, 4)
+_MOST_GPUS = 10_000  # an idle one costs simulated events, too
+_COUNTED = 10  # iterations after the warm-up, at the least
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -35,6 +39,7 @@ def _resources(arguments: argparse.Namespace) -> int:
     from flows.planning.plan_target import Lengths, target_gpus, target_machine
     from rl_core.settings.machine import MachineSettings
 
+    _refuse_given(arguments, ("rates", "workers", "staleness", "cores", "iterations"), "--simulate is needed, too")
     machine = None
     if arguments.machine is not None:
         from flows.runtime.settings_files import read_settings_file
@@ -79,26 +84,31 @@ def _refuse_unknown_model(settings: PipelineSettings) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     """Simulate the policy stage in several layouts, and print them beside the synchronous one."""
     from flows.planning.cluster_study import compare_shares, compare_workers
-    from flows.planning.plan_report import plan_rows, plan_table
+    from flows.planning.plan_report import counted, plan_rows, plan_table
     from flows.planning.simulation import check_simpy
 
     if arguments.machine is not None or isinstance(arguments.gpus, str):
         given = "--machine" if arguments.machine is not None else f"--gpus {arguments.gpus}"
         raise SettingsError(f"{given}: --simulate takes --gpus N, a number, and --rates FILE")
-
+    lengths = ("row_tokens", "prompt_tokens", "completion_tokens", "rows")
+    _refuse_given(arguments, lengths, "--simulate takes the lengths from --rates FILE, or from a finished stage")
+    if arguments.gpus is not None:
+        _refuse_given(arguments, ("workers", "cores"), "--gpus compares shares of GPUs, each with a process of its own")
+        if arguments.gpus > _MOST_GPUS:
+            raise SettingsError(f"--gpus: {arguments.gpus:,}: at most {_MOST_GPUS:,} are simulated")
     check_simpy()
     settings = loading.load(arguments, import_code=False)
     layout = _layout(settings, arguments)
     rates, source = _rates(settings, arguments)
-    bounds = tuple(dict.fromkeys(arguments.staleness))
+    bounds = tuple(dict.fromkeys(arguments.staleness or _BOUNDS))
     iterations = _iterations(arguments.iterations, max(bounds))
     if arguments.gpus is not None:
         found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=iterations)
         what = f"{arguments.gpus} GPUs"
     else:
-        workers = tuple(dict.fromkeys(arguments.workers))
+        workers = tuple(dict.fromkeys(arguments.workers or _WORKERS))
         found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations)
-        what = f"{len(workers)} numbers of workers"
+        what = f"{counted(workers[0], 'worker')}" if len(workers) == 1 else f"{len(workers)} numbers of workers"
     if arguments.json or arguments.format == "json":
         print(json.dumps({"rates": source, "layouts": plan_rows(found)}, indent=2))
         return 0
@@ -108,17 +118,26 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _iterations(given: int | None, bound: int) -> int:
-    """Iterations to simulate. Raises: SettingsError where they are the batches alone that begin at once."""
-    from flows.planning.simulation import WARM_UP
+def _refuse_given(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Refuse options that would change nothing. Raises: SettingsError for the first that was given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: {reason}")
 
-    least = WARM_UP + bound + 1
+
+def _iterations(given: int | None, bound: int) -> int:
+    """Iterations to simulate. Raises: SettingsError where too few are left after the warm-up."""
+    from flows.planning.simulation import warm_up_of
+
+    least = warm_up_of(bound) + bound + 1
     if given is None:
-        return max(_ITERATIONS, least + bound + 1)
+        rounds = max(3, math.ceil(_COUNTED / (bound + 1)))  # whole ones: as many batches may end at once
+        return warm_up_of(bound) + rounds * (bound + 1)
     if given < least:
         raise SettingsError(
-            f"--iterations: {given} tell no speed with --staleness {bound}: {bound + 1} batches begin at once, and end "
-            f"one right after the other; simulate at least {least}"
+            f"--iterations: {given} tell no speed with --staleness {bound}: {bound + 1} batches begin at once, their "
+            f"shortest rollouts are learned from first, and {warm_up_of(bound)} iterations are left out for that; "
+            f"simulate at least {least}"
         )
     return given
 

@@ -43,19 +43,17 @@ def _add_plan(commands: Any) -> None:
         "finished policy stage of this configuration)",
     )
     parser.add_argument(
-        "--workers", type=_numbers, default=(1, 2, 4), metavar="LIST",
+        "--workers", type=_numbers, metavar="LIST",
         help="with --simulate, without --gpus (default: 1,2,4)",
     )  # fmt: skip
-    parser.add_argument(
-        "--staleness", type=_bounds, default=(0, 1, 4), metavar="LIST", help="with --simulate (default: 0,1,4)"
-    )
+    parser.add_argument("--staleness", type=_bounds, metavar="LIST", help="with --simulate: bounds (default: 0,1,4)")
     parser.add_argument(
         "--cores", type=positive, metavar="N",
-        help="with --simulate: cores that all processes share (default: no limit)",
+        help="with --simulate, without --gpus: cores that all processes share (default: no limit)",
     )  # fmt: skip
     parser.add_argument(
         "--iterations", type=positive, metavar="N",
-        help="with --simulate: simulated (default: 12, more for a --staleness above 4)",
+        help="with --simulate: simulated (default: 12, more for a larger --staleness)",
     )  # fmt: skip
     add_json(parser, "as --format json")
 

@@ -80,6 +80,11 @@ class ClusterLayout:
         """Workers and trainers, each counted once."""
         return max(self.workers, self.trainers) if self.shares_gpus else self.workers + self.trainers
 
+    @property
+    def most_groups(self) -> int:
+        """Groups that may be under way at once."""
+        return self.prompts * (self.max_staleness + 1)
+
     def changed(self, **changes: object) -> ClusterLayout:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

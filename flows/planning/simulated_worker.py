@@ -19,13 +19,13 @@ from rl_core.settings.cluster_rates import ClusterRates
 if TYPE_CHECKING:
     import simpy
 
-__all__ = ["SimulatedGroup", "SimulatedSequence", "SimulatedWorker", "SimulatedWorld"]
+__all__ = ["BusyTime", "SimulatedGroup", "SimulatedSequence", "SimulatedWorker", "SimulatedWorld"]
 
 SLICE_S = 0.01  # of a core that processes share
 _TINY = 1e-9
 
 
-@dataclass
+@dataclass(slots=True)
 class SimulatedSequence:
     """One episode: tokens of its actions, seconds of the tools between them."""
 
@@ -48,7 +48,7 @@ class SimulatedSequence:
             yield version, end - start
 
 
-@dataclass
+@dataclass(slots=True)
 class SimulatedGroup:
     """The rollouts of one prompt."""
 
@@ -66,6 +66,22 @@ class SimulatedGroup:
 
 
 @dataclass
+class BusyTime:
+    """Seconds in which a process computed; on a shared core, as many as it would have taken alone."""
+
+    spent: float = 0.0
+    since: float | None = None  # when it began what it computes now
+
+    def add(self, seconds: float) -> None:
+        """It has computed for so long, however the clock rounds."""
+        self.spent, self.since = self.spent + seconds, None
+
+    def until(self, now: float) -> float:
+        """Seconds up to now."""
+        return self.spent if self.since is None else self.spent + now - self.since
+
+
+@dataclass
 class SimulatedWorld:
     """Time, cores and settings that all processes share."""
 
@@ -76,15 +92,22 @@ class SimulatedWorld:
     finish: Callable[[SimulatedGroup], None]  # is given every finished group
     dropped: int = 0  # rollouts begun anew
 
-    def compute(self, seconds: float, wake: simpy.Event | None = None) -> Generator[Any, Any, float]:
-        """Compute for so long, or until `wake`; returns the seconds that were computed, however the clock rounds."""
+    def compute(self, seconds: float, busy: BusyTime) -> Iterator[Any]:
+        """Compute for so long."""
         if seconds <= 0:
-            return 0.0
-        if self.cores is None:
-            began = self.env.now
-            done = self.env.timeout(seconds)
-            yield done if wake is None else done | wake
-            return seconds if done.processed else min(seconds, self.env.now - began)
+            return
+        if self.cores is not None:
+            yield from self.compute_in_slices(seconds, busy, lambda: False)
+            return
+        busy.since = self.env.now
+        yield self.env.timeout(seconds)
+        busy.add(seconds)
+
+    def compute_in_slices(
+        self, seconds: float, busy: BusyTime, has_news: Callable[[], bool]
+    ) -> Generator[Any, Any, float]:
+        """Compute on a core that is shared, for so long or until there is news; returns the seconds computed."""
+        assert self.cores is not None
         left = seconds
         while left > _TINY:
             with self.cores.request() as request:
@@ -93,7 +116,8 @@ class SimulatedWorld:
                 computing = self.cores.count + len(self.cores.queue)
                 yield self.env.timeout(part * self.layout.slowdown(computing))
             left -= part
-            if wake is not None and wake.triggered:
+            busy.add(part)
+            if has_news():
                 break
         return seconds - left if left > _TINY else seconds
 
@@ -107,8 +131,10 @@ class SimulatedWorker:
         self.updates: deque[int] = deque()  # versions on their way
         self.version = -1
         self.at_once = 1  # groups of a run
-        self.busy_s = 0.0
-        self._wake = world.env.event()
+        self.busy = BusyTime()
+        self._news = self._next_news()  # tickets or weights
+        self._alarm: simpy.Event | None = None  # ends a wait, where no news does
+        self._woken = world.env.event()
         self._ties = itertools.count()
 
     def begin(self, groups: list[SimulatedGroup], at_once: int) -> None:
@@ -122,16 +148,47 @@ class SimulatedWorker:
         self.updates.append(version)
         self._notify()
 
+    def _next_news(self) -> simpy.Event:
+        news = self.world.env.event()
+        news.callbacks.append(self._wake)
+        return news
+
     def _notify(self) -> None:
-        if not self._wake.triggered:
-            self._wake.succeed()
+        if not self._news.triggered:
+            self._news.succeed()
+
+    def _wake(self, event: simpy.Event) -> None:
+        if not self._woken.triggered and (event is self._alarm or event is self._news):
+            self._woken.succeed()
+
+    def _sleep(self, alarm: simpy.Event) -> simpy.Event:
+        """An event: the alarm went off, or there is news. As simpy's condition `alarm | news`, of fewer parts."""
+        self._alarm, self._woken = alarm, self.world.env.event()
+        alarm.callbacks.append(self._wake)
+        if self._news.processed:
+            self._woken.succeed()
+        return self._woken
+
+    def _decode(self, seconds: float) -> Generator[Any, Any, float]:
+        """Decode for so long, or until there is news; returns the seconds of it."""
+        env = self.world.env
+        if seconds <= 0:
+            return 0.0
+        if self.world.cores is not None:
+            return (yield from self.world.compute_in_slices(seconds, self.busy, lambda: self._news.triggered))
+        self.busy.since = began = env.now
+        done = env.timeout(seconds)
+        yield self._sleep(done)
+        worked: float = seconds if done.processed else min(seconds, env.now - began)  # however the clock rounds
+        self.busy.add(worked)
+        return worked
 
     def work(self) -> Iterator[Any]:
         """The process of an asynchronous worker."""
         while True:
             while not self.tickets and not self.updates:
-                yield self._wake
-                self._wake = self.world.env.event()
+                yield self._news
+                self._news = self._next_news()
             if self.updates:
                 yield from self.load()
             if self.tickets:
@@ -141,7 +198,7 @@ class SimulatedWorker:
         """Take all weights that have arrived."""
         while self.updates:
             version = self.updates.popleft()
-            self.busy_s += yield from self.world.compute(self.world.rates.load_seconds)
+            yield from self.world.compute(self.world.rates.load_seconds, self.busy)
             self.version = version
 
     def play(self, groups: list[SimulatedGroup]) -> Iterator[Any]:
@@ -153,25 +210,24 @@ class SimulatedWorker:
     def _step(self, run: _EngineRun) -> Iterator[Any]:
         """To the next event of a run."""
         world, rates = self.world, self.world.rates
-        if self._wake.triggered:
-            self._wake = world.env.event()
+        if self._news.triggered:
+            self._news = self._next_news()
         if self.updates:
             yield from self.load()
             world.dropped += run.note_version(self.version, drop=world.layout.partial == "drop")
-        if world.layout.refill and world.layout.max_staleness:
+        if self.tickets and world.layout.refill and world.layout.max_staleness:
             run.refill(self.tickets)
         until = run.awaits(world.env.now)
         if until is not None:
-            yield world.env.timeout(until - world.env.now) | self._wake
+            yield self._sleep(world.env.timeout(until - world.env.now))
             return
-        if joined := run.join(world.env.now, self.version):
-            self.busy_s += yield from world.compute(joined * rates.turn_seconds)
+        if (joined := run.join(world.env.now, self.version)) and rates.turn_seconds:
+            yield from world.compute(joined * rates.turn_seconds, self.busy)
         step = rates.step_seconds + rates.row_seconds * len(run.active)
         seconds = (run.active[0][0] - run.mark) * step
         if run.is_ready and run.waiting:
             seconds = min(seconds, max(0.0, run.waiting[0][0] - world.env.now))
-        worked = yield from world.compute(seconds, self._wake)
-        self.busy_s += worked
+        worked = yield from self._decode(seconds)
         run.mark += worked / step
         for group in run.end_turns(world.env.now):
             world.finish(group)
@@ -214,11 +270,12 @@ class _EngineRun:
     def join(self, now: float, version: int) -> int:
         """Begin queued sequences in free slots, go on with those whose tools have answered; returns their number."""
         joined = 0
-        while self.queue and self._free:
-            sequence = self.queue.popleft()
-            sequence.version_starts = [(0.0, version)]
-            self._decode(sequence)
-            joined += 1
+        if self.queue:
+            for _ in range(min(len(self.queue), self._free)):
+                sequence = self.queue.popleft()
+                sequence.version_starts = [(0.0, version)]
+                self._decode(sequence)
+                joined += 1
         if self.is_ready or not self.active:
             while self.waiting and self.waiting[0][0] <= now + _TINY:
                 self._decode(heapq.heappop(self.waiting)[2])
@@ -231,8 +288,9 @@ class _EngineRun:
 
     def end_turns(self, now: float) -> Iterator[SimulatedGroup]:
         """Turns that end at this mark; yields the groups that end with them."""
-        while self.active and self.active[0][0] <= self.mark + _TINY:
-            sequence = heapq.heappop(self.active)[2]
+        active, limit = self.active, self.mark + _TINY
+        while active and active[0][0] <= limit:
+            sequence = heapq.heappop(active)[2]
             sequence.before += sequence.tokens[sequence.turn]
             if sequence.turn + 1 < len(sequence.tokens):
                 heapq.heappush(self.waiting, (now + sequence.tools[sequence.turn], next(self._ties), sequence))

@@ -18,14 +18,23 @@ from itertools import pairwise
 from typing import Any
 
 from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
-from flows.planning.simulated_worker import SimulatedGroup, SimulatedSequence, SimulatedWorker, SimulatedWorld
+from flows.planning.simulated_worker import BusyTime, SimulatedGroup, SimulatedSequence, SimulatedWorker, SimulatedWorld
 from rl_core.errors import SettingsError
 from rl_core.settings.cluster_rates import ClusterRates
 
-__all__ = ["SimulatedRun", "check_simpy", "simulate"]
+__all__ = ["SimulatedRun", "check_simpy", "simulate", "warm_up_of"]
 
+_TINY = 1e-12
 PATIENCE = 2  # as rl_core.rollout_workers.stream.PATIENCE, which a test holds: importing it would import torch
-WARM_UP = 2  # iterations that are not counted: the pipeline fills
+
+
+def warm_up_of(bound: int) -> int:
+    """Iterations at the beginning that tell nothing of the later ones, where so much staleness is allowed.
+
+    bound + 1 batches begin at once, and the shortest of their groups are learned from first. The longest follow later:
+    a group that becomes too old twice is waited for in the iteration 2 * (bound + 1) after its beginning, or sooner.
+    """
+    return 2 + 4 * bound
 
 
 @dataclass
@@ -39,13 +48,13 @@ class SimulatedRun:
     oldest: list[int] = field(default_factory=list)  # largest staleness of each iteration, prompts included
     stale_groups: int = 0  # became too old, and were played again
     dropped_rollouts: int = 0
-    worker_share: float = 0.0  # of the time, in which workers computed
+    worker_share: float = 0.0  # of the time after the warm-up, in which workers computed
     trainer_share: float = 0.0
 
     @property
     def warm_up(self) -> int:
         """Iterations at the beginning that are not counted."""
-        return min(WARM_UP, len(self.ends) - 1)
+        return min(warm_up_of(self.layout.max_staleness), len(self.ends) - 1)
 
     @property
     def iteration_s(self) -> float:
@@ -114,8 +123,10 @@ class _SimulatedTrainer:
         self._loads = [0] * layout.workers  # groups that each worker has
         self._awaited = 0  # groups under way that became too old so often that an iteration waits for them
         self._finished: list[SimulatedGroup] = []
+        self._fresh = 0  # of these, from the beginning: known to be young enough in this iteration
         self._arrived = env.event()
-        self._busy_s = 0.0
+        self._busy = BusyTime()
+        self._before = (0.0, 0.0, 0.0)  # seconds of the warm-up: all, those of busy workers, of a busy trainer
 
     def employ(self, world: SimulatedWorld) -> None:
         """Make the workers."""
@@ -134,11 +145,15 @@ class _SimulatedTrainer:
 
     def result(self) -> SimulatedRun:
         """The run, with the shares of time."""
-        total = max(self.env.now, 1e-12)
-        self.run.worker_share = sum(worker.busy_s for worker in self.workers) / (total * len(self.workers))
-        self.run.trainer_share = self._busy_s / total
+        total, workers, trainer = (now - then for now, then in zip(self._spent(), self._before, strict=True))
+        self.run.worker_share = workers / max(total * len(self.workers), _TINY)
+        self.run.trainer_share = trainer / max(total, _TINY)
         self.run.dropped_rollouts = self.world.dropped
         return self.run
+
+    def _spent(self) -> tuple[float, float, float]:
+        now = self.env.now
+        return now, sum(worker.busy.until(now) for worker in self.workers), self._busy.until(now)
 
     # Synchronous: rollouts and updates take turns
 
@@ -147,11 +162,11 @@ class _SimulatedTrainer:
         layout, rates = self.layout, self.world.rates
         for iteration in range(self.iterations):
             self.iteration = iteration
-            self._busy_s += yield from self.world.compute(rates.publish_seconds)
+            yield from self.world.compute(rates.publish_seconds, self._busy)
             for worker in self.workers:
                 worker.send(self.iteration)
             loads = [self.env.process(worker.load()) for worker in self.workers]
-            self._busy_s += yield from self.world.compute(rates.verify_seconds)
+            yield from self.world.compute(rates.verify_seconds, self._busy)
             yield self.env.all_of(loads)
             self._finished = []
             groups = [self._draw() for _ in range(layout.prompts)]
@@ -169,7 +184,8 @@ class _SimulatedTrainer:
         while tasks:
             groups = tasks.popleft()
             yield from worker.play(groups)
-            yield from self.world.compute(rates.call_seconds + len(groups) * rates.group_seconds)
+            transport = BusyTime()  # counted nowhere
+            yield from self.world.compute(rates.call_seconds + len(groups) * rates.group_seconds, transport)
 
     # Asynchronous: tickets ahead of the trainer
 
@@ -179,11 +195,11 @@ class _SimulatedTrainer:
         for worker in self.workers:
             self.env.process(worker.work())
         for iteration in range(self.iterations):
-            self.iteration = iteration
-            self._busy_s += yield from self.world.compute(rates.publish_seconds)
+            self.iteration, self._fresh = iteration, 0
+            yield from self.world.compute(rates.publish_seconds, self._busy)
             for worker in self.workers:
                 worker.send(self.iteration)
-            self._busy_s += yield from self.world.compute(rates.verify_seconds)
+            yield from self.world.compute(rates.verify_seconds, self._busy)
             taken: list[SimulatedGroup] = []
             while len(taken) < layout.prompts:
                 self._draw_ahead(len(taken))
@@ -191,7 +207,7 @@ class _SimulatedTrainer:
                 stale = self.run.stale_groups
                 found = self._ripe(layout.prompts - len(taken))
                 taken += found
-                self._busy_s += yield from self.world.compute(len(found) * rates.group_seconds)
+                yield from self.world.compute(len(found) * rates.group_seconds, self._busy)
                 if not found and stale == self.run.stale_groups:
                     yield self._arrived
                     self._arrived = self.env.event()
@@ -212,14 +228,14 @@ class _SimulatedTrainer:
         return group
 
     def _draw_ahead(self, taken: int) -> None:
-        most = self.layout.prompts * (self.layout.max_staleness + 1)
+        most = self.layout.most_groups
         while len(self._queue) + len(self._playing) + len(self._finished) + taken < most:
             self._queue.append(self._draw())
 
     def _hand_out(self) -> None:
         """Groups to the workers with the fewest, up to an even share of what may be under way; see `RolloutStream`."""
         layout = self.layout
-        most = math.ceil(layout.prompts * (layout.max_staleness + 1) / layout.workers)
+        most = math.ceil(layout.most_groups / layout.workers)
         at_once = math.ceil(layout.prompts / layout.workers)
         by_load = [(load, number) for number, load in enumerate(self._loads)] if self._queue else []
         heapq.heapify(by_load)
@@ -246,21 +262,25 @@ class _SimulatedTrainer:
 
     def _ripe(self, count: int) -> list[SimulatedGroup]:
         """Finished groups that are young enough, at most so many; too old ones are queued again."""
-        fresh: list[SimulatedGroup] = []
-        for group in self._finished:
+        finished = self._finished
+        arrived = finished[self._fresh :]
+        del finished[self._fresh :]
+        for group in arrived:
             if group.oldest >= self.iteration - self.layout.max_staleness:
-                fresh.append(group)
+                finished.append(group)
             else:
                 self.run.stale_groups += 1
                 again = self._draw(again=group)
                 self._awaited += again.plays >= PATIENCE
                 self._queue.appendleft(again)
+        self._fresh = len(finished)
         if self._awaited:
-            self._finished = fresh
             return []
-        fresh.sort(key=lambda group: -group.plays)
-        self._finished = fresh[count:]
-        return fresh[:count]
+        finished.sort(key=lambda group: -group.plays)
+        taken = finished[:count]
+        del finished[:count]
+        self._fresh = len(finished)
+        return taken
 
     # Both
 
@@ -276,9 +296,13 @@ class _SimulatedTrainer:
         self.run.oldest.append(max(self.iteration - group.oldest for group in taken))
         self.run.learned.append([group.number for group in taken])
         tokens = sum(group.num_tokens for group in taken)
+        for group in taken:
+            group.sequences = []  # they name their group: freed at once, not by the garbage collector
         seconds = rates.update_seconds + tokens * rates.token_seconds / self.layout.trainers
-        self._busy_s += yield from self.world.compute(seconds)
+        yield from self.world.compute(seconds, self._busy)
         self.run.ends.append(self.env.now)
+        if len(self.run.ends) == min(warm_up_of(self.layout.max_staleness), self.iterations - 1):
+            self._before = self._spent()
 
 
 def _cut(groups: list[SimulatedGroup], workers: int, each: int) -> list[list[SimulatedGroup]]:

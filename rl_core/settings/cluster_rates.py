@@ -55,3 +55,5 @@ class ClusterRates(Settings):
         """Nothing takes no time at all."""
         if not self.step_seconds + self.row_seconds or not self.tokens.mean:
             raise SettingsError("tokens: rollouts have to take some time: step_seconds or row_seconds, and tokens.mean")
+        if self.tools.mean and self.turns == 1:
+            raise SettingsError("tools: an episode of one action waits for no tool; set turns, or leave tools out")

@@ -14,6 +14,7 @@ from flows.planning.cluster_study import compare_shares
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
 
 COMMON = dict(step_seconds=0.008, row_seconds=7e-5, token_seconds=1.2e-4, load_seconds=2.0, switch_seconds=10.0)
+BASE = "base"
 TASKS = {
     "reasoning": ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=0.9, most=32768)),
     "agent": ClusterRates(
@@ -22,7 +23,10 @@ TASKS = {
     ),
 }  # fmt: skip
 BATCH = dict(prompts=128, group_size=16, slots=256)
-FEW = (0.5, 0.75)
+ITERATIONS, FEWER = 100, 60  # the warm-up included; of the variants and of 1,000 GPUs
+BOUNDS = (0, 1, 2, 4, 8)
+FEW = (1, 4)  # bounds of the variants
+SMALL, LARGE = (0.375, 0.5, 0.625, 0.75), (0.5, 0.75, 0.875, 0.9375)  # shares of the GPUs that play
 TAILS = (0.0, 0.6, 1.2)
 
 
@@ -40,33 +44,42 @@ def rows_of(found, **about):
 
 def comparisons():
     """(name, arguments of compare_shares, columns of its rows)."""
-    for task, gpus, bounds, shares in (
-        ("reasoning", 8, (0, 1, 4), FEW),
-        ("reasoning", 128, (0, 1, 4), FEW),
-        ("agent", 128, (0, 1, 4), FEW),
-        ("reasoning", 32, (0, 1, 4), FEW),
-        ("reasoning", 1000, (0, 1), FEW[:2]),
-        ("agent", 8, (0, 1, 4), FEW),
+    for task, gpus, bounds, shares, iterations in (
+        ("reasoning", 8, BOUNDS, SMALL, ITERATIONS),
+        ("reasoning", 32, BOUNDS, (0.5, 0.625, 0.75, 0.875), ITERATIONS),
+        ("reasoning", 128, BOUNDS, LARGE, ITERATIONS),
+        ("agent", 8, BOUNDS, (0.5, 0.625, 0.75), ITERATIONS),
+        ("agent", 128, BOUNDS, LARGE, ITERATIONS),
+        ("reasoning", 1000, (0, 1, 4), (0.75, 0.875), FEWER),
     ):
         layout = {**BATCH, "prompts": max(gpus, BATCH["prompts"])}  # a group is the least that a GPU can play
-        yield f"{task}-{gpus}", (layout, TASKS[task], gpus, bounds, shares), {"study": "base", "task": task}
+        yield f"{task}-{gpus}", (layout, TASKS[task], gpus, bounds, shares, iterations), {"study": BASE, "task": task}
+    for study, task, layout, rates in variants():
+        name = f"{task}-{study.replace(' ', '-')}"
+        yield name, ({**BATCH, **layout}, rates, 128, FEW, (0.75,), FEWER), {"study": study, "task": task}
+
+
+def variants():
+    """(name, task, changes of the layout, rates) of one thing changed on 96 + 32 GPUs."""
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
-        about = {"study": f"sigma of the lengths {sigma:g}", "task": "reasoning"}
-        yield f"tail-{sigma:g}", (BATCH, rates, 128, (1,), FEW), about
+        yield f"sigma of the lengths {sigma:g}", "reasoning", {}, rates
+    rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=0.9, most=16384))
+    yield "at most 16384 tokens", "reasoning", {}, rates
+    yield "512 prompts", "reasoning", {"prompts": 512}, TASKS["reasoning"]
+    yield "partial drop", "reasoning", {"partial": "drop"}, TASKS["reasoning"]
     for task in TASKS:
-        about = {"study": "a run of the engine ends before the next", "task": task}
-        yield f"ends-{task}", ({**BATCH, "refill": False}, TASKS[task], 128, (4,), FEW), about
+        yield "a run of the engine ends before the next", task, {"refill": False}, TASKS[task]
 
 
 def study(kept):
-    """All rows; iterations 24, of which the first 2 are not counted. `kept`: a finished comparison, or a new one."""
+    """All rows. `kept`: a finished comparison, or a new one."""
     rows = []
-    for name, (layout, rates, gpus, bounds, shares), about in comparisons():
+    for name, (layout, rates, gpus, bounds, shares, iterations), about in comparisons():
         began = time.monotonic()
 
-        def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, about=about):
-            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=24)
+        def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, n=iterations, about=about):
+            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=n)
             return rows_of(found, gpus=gpus, **about)
 
         rows += kept(name, compare)

@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from asynchrony.paper_report import paper, table
+
 MS = (0, 50, 500)
 WORKERS = (1, 2, 4)
 COLOURS = {"alone": "#555555", "sync": "#1f77b4", "ready": "#17becf", "async": "#d62728"}
@@ -34,11 +36,6 @@ def write(points: Path, output: Path) -> None:
              simulation(points, output), paper(points, output)]  # fmt: skip
     (output / "scale.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     print((output / "scale.md").read_text())
-
-
-def table(header, rows):
-    return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" * len(header),
-                      *("| " + " | ".join(row) + " |" for row in rows)])  # fmt: skip
 
 
 def steps(points, output):
@@ -172,51 +169,3 @@ def simulation(points, output):
     rows = [[row["name"], f"{row['measured']:.3f}", f"{row['simulated']:.3f}", f"{row['error']:+.1%}"]
             for row in found["rows"]]  # fmt: skip
     return table(["run", "measured, s an iteration", "simulated", "error"], rows)
-
-
-def best(rows, **wanted):
-    """The fastest of the rows with these values; None = there is none."""
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-    return max(found, key=lambda row: row["speed_up"], default=None)
-
-
-def paper(points, output):
-    """Simulated clusters."""
-    found = [row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())]
-    if not found:
-        return ""
-    rows, figure = [], plt.figure(figsize=(10, 3.8))
-    every = [row for row in found if not row["shared"]]
-    for place, task in enumerate(("reasoning", "agent")):
-        axis = figure.add_subplot(1, 2, place + 1)
-        of_task = [row for row in every if row["study"] == "base" and row["task"] == task]
-        gpus = sorted({row["gpus"] for row in of_task})
-        for bound, colour in zip((0, 1, 4), ("#1f77b4", "#ff7f0e", "#d62728"), strict=True):
-            chosen = [row for count in gpus if (row := best(of_task, gpus=count, bound=bound)) is not None]
-            axis.semilogx([row["gpus"] for row in chosen], [row["speed_up"] for row in chosen], "o-", color=colour,
-                          label=f"max_staleness {bound}")  # fmt: skip
-            rows += [
-                [task, str(row["gpus"]), str(bound), f"{row['workers']} + {row['trainers']}",
-                 f"{row['iteration_s']:.0f}", f"{row['speed_up']:.2f}", f"{row['staleness']:.2f}",
-                 f"{row['worker_busy']:.0%}", f"{row['trainer_busy']:.0%}"]
-                for row in chosen
-            ]  # fmt: skip
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=task, xlabel="GPUs", xticks=gpus, xticklabels=gpus, ylim=(0, None))
-        axis.minorticks_off()
-        if not place:
-            axis.set_ylabel("speed-up over GPUs that do both in turns")
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(output / "scale_paper.png", dpi=110)
-    header = ["task", "GPUs", "bound", "rollouts + training", "s an iteration", "speed-up", "staleness", "workers busy",
-              "trainers busy"]  # fmt: skip
-    more = []
-    for study in dict.fromkeys(row["study"] for row in every if row["study"] != "base"):
-        for task in dict.fromkeys(row["task"] for row in every if row["study"] == study):
-            for bound in sorted({row["bound"] for row in every if row["study"] == study and row["task"] == task}):
-                row = best(every, study=study, task=task, bound=bound)
-                more.append([study, task, str(row["gpus"]), str(bound), f"{row['workers']} + {row['trainers']}",
-                             f"{row['speed_up']:.2f}"])  # fmt: skip
-    return (table(header, rows) + "\n\n"
-            + table(["variant", "task", "GPUs", "bound", "rollouts + training", "speed-up"], more))  # fmt: skip

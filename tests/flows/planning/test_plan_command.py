@@ -45,7 +45,7 @@ def test_workers_of_a_file_of_rates(folder, capsys):
     }  # fmt: skip
     assert rows[1, 1]["speed_up"] == pytest.approx(2) and rows[2, 0]["speed_up"] == pytest.approx(14 / 24)
     text = planned(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "0,1")
-    assert "fastest: 1 workers, 1 trainers, max_staleness 1: 2.00 times" in text and "rates: rates.yaml" in text
+    assert "fastest: 1 worker, 1 trainer, max_staleness 1: 2.00 times" in text and "rates: rates.yaml" in text
 
 
 def test_shares_of_gpus(folder, capsys):
@@ -61,15 +61,54 @@ def test_shares_of_gpus(folder, capsys):
     [
         (["--rates", "none.yaml"], "none.yaml"),
         (["--rates", "bad.yaml"], "bad.yaml:1: tokens.mean: "),
+        (["--rates", "tools.yaml"], "tools.yaml:1: tools: an episode of one action waits for no tool; set turns"),
         (["--gpus", "1", "--rates", "rates.yaml"], "--gpus: 1: rollouts beside updates need at least 2"),
+        (["--gpus", "10001", "--rates", "rates.yaml"], "--gpus: 10,001: at most 10,000 are simulated"),
+        (["--gpus", "4", "--workers", "2"], "--workers: --gpus compares shares of GPUs"),
+        (["--gpus", "4", "--cores", "2"], "--cores: --gpus compares shares of GPUs"),
+        (["--row-tokens", "9"], "--row-tokens: --simulate takes the lengths from --rates FILE"),
         ([], r"no finished policy stage of planned in .*outputs; run it once .* or name a file .* --rates"),
     ],
 )
 def test_refusals_are_one_line(folder, capsys, arguments, message):
     (folder / "bad.yaml").write_text("{tokens: {mean: -3}}")
+    (folder / "tools.yaml").write_text("{tools: {mean: 3}}")
     assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and re.search(message, said), said
+
+
+def test_options_of_the_simulation_alone_are_refused_without_it(folder, capsys):
+    for option in ("--rates", "--workers", "--staleness", "--cores", "--iterations"):
+        assert main(["plan", "mine.yaml", option, "3"]) == 2
+        assert f"{option}: --simulate is needed, too" in capsys.readouterr().err
+
+
+def test_less_staleness_is_named_where_it_is_nearly_as_fast(folder, capsys):
+    """Updates of 10 s hide the rollouts of 10 s: 20 s in turns, 10 s at any bound."""
+    (folder / "rates.yaml").write_text(RATES.replace("update_seconds: 4", "update_seconds: 10"))
+    text = planned(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "4,0,1")
+    assert "fastest: 1 worker, 1 trainer, max_staleness 4: 2.00 times" in text
+    assert "nearly as fast with less staleness: 1 worker, 1 trainer, max_staleness 1: 2.00 times" in text
+    assert "1 worker, 4 x 2 rollouts" in text and "the others wait" not in text
+
+
+def test_groups_that_are_played_again_are_told(folder, capsys):
+    """A bound of 1, updates of 1 s and rollouts of 1 to 1,000 s: the long ones are too old when they end."""
+    rates = RATES.replace("update_seconds: 4", "update_seconds: 1").replace(
+        "{mean: 10}", "{mean: 50, sigma: 2, most: 1000}"
+    )
+    (folder / "rates.yaml").write_text(rates)
+    arguments = ["--rates", "rates.yaml", "--workers", "2", "--staleness"]
+    text = " ".join(planned(capsys, *arguments, "1").split())
+    (again,) = json.loads(planned(capsys, *arguments, "1", "--json"))["layouts"]
+    assert f"of the fastest {again['stale_groups']} groups became too old" in text and "beside 64 learned from" in text
+    assert "became too old" not in planned(capsys, *arguments, "0")
+
+
+def test_workers_without_a_group_are_told(folder, capsys):
+    text = planned(capsys, "--rates", "rates.yaml", "--workers", "5,8", "--staleness", "0,1")
+    assert "4 groups of rollouts at once, at max_staleness 0, are all that 5 workers share" in text
 
 
 def test_a_plan_without_a_policy_or_a_kind_is_refused(folder, capsys):
@@ -155,4 +194,4 @@ def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder
     _, late = json.loads(planned(capsys, *arguments, "--json"))["layouts"]
     assert late["iteration_seconds"] == pytest.approx(10 / 17)
     assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
-    assert "17 batches begin at once" in (said := capsys.readouterr().err) and "simulate at least 19" in said
+    assert "17 batches begin at once" in (said := capsys.readouterr().err) and "simulate at least 83" in said

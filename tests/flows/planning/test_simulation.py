@@ -1,5 +1,7 @@
 """Simulated schedules, worked by hand: deterministic durations, one second a token where nothing else is said."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,7 +58,7 @@ def test_the_queue_ahead_of_the_trainer_is_bounded():
     """Updates of 25 s: what was played at 10-20 and 35-45 waits for 35 and 60, and nothing else is begun."""
     found = run({"max_staleness": 1}, 3, update_seconds=25)
     assert found.ends == [35, 60, 85] and found.ages[1:] == [{1: 40.0}] * 2
-    assert found.worker_share == pytest.approx(40 / 85)  # runs at 0, 10, 35 and 60
+    assert found.worker_share == pytest.approx(10 / 25)  # runs at 0, 10, 35 and 60, of which the last is counted
 
 
 def test_a_group_that_became_too_old_is_played_again_and_in_the_end_awaited():
@@ -106,6 +108,32 @@ def test_free_slots_wait_for_the_end_of_a_run_or_are_filled():
     assert run(layout, 1, sizes).learned == [[0, 1]] and run(layout, 1, sizes).ends == [34]
     filled = run({**layout, "refill": True}, 1, sizes)
     assert filled.learned == [[0, 2]] and filled.ends == [24]
+
+
+def test_what_begins_at_once_ends_in_order_of_its_length_and_is_not_counted():
+    """Bound 1, two workers, groups of 1 s and every eighth of 20 s: for 18 s one worker plays what is learned from.
+
+    An iteration of that time takes 3 s; the long group is too old at 20, is begun again and waited for until 41.
+    """
+    layout = {"prompts": 1, "group_size": 1, "workers": 2, "max_staleness": 1, "refill": True}
+    sizes = Table({number: [20.0 if number % 8 == 0 else 1.0] for number in range(80)})
+    found = run(layout, 60, sizes, update_seconds=2)
+    assert found.ends[:8] == [3, 6, 9, 12, 15, 18, 21, 43] and found.learned[7] == [0] and found.warm_up == 6
+    assert found.iteration_s == (found.ends[-1] - 18) / 54 > 4
+    assert simulation.warm_up_of(0) == 2 and run({}, 5).warm_up == 2 and run({"max_staleness": 4}, 5).warm_up == 4
+
+
+def test_busy_seconds_are_counted_up_to_the_ends_of_what_is_counted():
+    """Played 0-10, 10-20, 20-50, 50-60; learned from 10-14, 20-24, 50-62. Counted from 24, amid a rollout, to 62."""
+    layout = {"prompts": 1, "group_size": 1, "max_staleness": 1}
+    found = run(layout, 3, Table({2: [30.0]}), update_seconds=0, token_seconds=0.4)
+    assert found.ends == pytest.approx([14, 24, 62]) and found.worker_share == pytest.approx(36 / 38)
+
+
+def test_weights_that_arrive_while_a_prompt_is_read_are_taken_before_the_first_token():
+    """Read 0-3, decoded 3-13; the next is read 13-16, and version 1 arrives at 15."""
+    found = run({"prompts": 1, "group_size": 1, "max_staleness": 1}, 2, turn_seconds=3, update_seconds=2)
+    assert found.ends == [15, 28] and found.ages == [{0: 10.0}, {1: 0.0, 0: 10.0}]
 
 
 def test_workers_share_tasks_and_trainers_share_tokens():
@@ -165,9 +193,14 @@ def test_without_variance_the_shorter_phase_is_hidden_and_nothing_else(tokens, u
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1000), st.integers(0, 3), st.integers(1, 5), st.booleans(), st.sampled_from(["keep", "drop"]))
-def test_every_group_is_learned_from_once_and_none_beyond_the_bound(seed, staleness, workers, refill, partial):
-    sizes = RolloutSizes(turns=2, tokens=LogNormalSpread(mean=10, sigma=1.5), tools=LogNormalSpread(mean=9, sigma=1.5))
+@given(
+    st.integers(0, 1000), st.sampled_from([0, 1, 2, 3, 13]), st.integers(1, 7), st.booleans(),
+    st.sampled_from(["keep", "drop"]), st.sampled_from([0, 1.5]),
+)  # fmt: skip
+def test_every_group_is_learned_from_once_and_none_beyond_the_bound(seed, staleness, workers, refill, partial, sigma):
+    """12 iterations of 4 groups, so that there are bounds beyond the iterations and workers beyond the groups."""
+    tokens, tools = LogNormalSpread(mean=10, sigma=sigma), LogNormalSpread(mean=9, sigma=sigma)
+    sizes = RolloutSizes(turns=2, tokens=tokens, tools=tools)
     layout = ClusterLayout(
         prompts=4, group_size=2, workers=workers, slots=3, max_staleness=staleness, refill=refill, partial=partial
     )
@@ -178,8 +211,26 @@ def test_every_group_is_learned_from_once_and_none_beyond_the_bound(seed, stalen
     for numbers, ages in zip(found.learned, found.ages, strict=True):
         played = sum(sizes.draw(seed, number, 2)[0].sum() for number in numbers)
         assert sum(ages.values()) == pytest.approx(played)
+    assert 0 < found.trainer_share <= 1 + 1e-9 and 0 <= found.worker_share <= 1 + 1e-9
+    assert all(after - before >= 4 - 1e-9 for before, after in pairwise([0.0, *found.ends]))  # an update takes 4
     again = simulate(layout, rates(row_seconds=0.1), sizes, iterations=12, seed=seed)
     assert again.ends == found.ends
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
+def test_iterations_are_those_of_the_slower_side(trainers, workers, slots, bound):
+    """Equal rollouts of 10 tokens: training takes 0.5 s a token over the trainers, a step 1 s and 0.25 s a row.
+
+    At a bound of 3 or more neither side waits for the other; below, an iteration takes no less.
+    """
+    layout = {"prompts": 12, "group_size": 1, "workers": workers, "trainers": trainers, "slots": slots, "refill": True}
+    found = run({**layout, "max_staleness": bound}, 40, row_seconds=0.25, update_seconds=0, token_seconds=0.5)
+    training = 12 * 10 * 0.5 / trainers
+    playing = 12 * 10 * (1 + 0.25 * slots) / (slots * workers)
+    assert found.iteration_s >= max(training, playing) - 1e-6
+    if bound == 3:
+        assert found.iteration_s == pytest.approx(max(training, playing), rel=0.02)
 
 
 def test_spreads_have_their_mean_and_their_limit():
