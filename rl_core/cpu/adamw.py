@@ -16,7 +16,7 @@ import torch
 
 from rl_core.cpu import build
 
-__all__ = ["AdamwCode", "AdamwRows", "AdamwSettings", "load"]
+__all__ = ["AdamwCode", "AdamwRows", "AdamwSettings", "is_plain", "load"]
 
 _GRADIENT, _RUN = 1, 6  # columns of a `Row` in adamw.c
 
@@ -36,7 +36,9 @@ class AdamwSettings:
 class AdamwRows:
     """Places of a run's parameters and of their moments, as long as these tensors stay where they are."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> None:
         """states: torch's, of each parameter; one without moments is left out."""
         self._names: list[str] = []
         self._kept: list[torch.Tensor] = []
@@ -46,7 +48,7 @@ class AdamwRows:
             if not state:
                 continue
             tensors = [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
-            if all(map(_is_plain, tensors)):
+            if all(map(is_plain, tensors)):
                 places = [tensor.data_ptr() for tensor in tensors]
                 rows.append((places[0], 0, *places[1:], parameter.numel(), 0))
                 self._names.append(name)
@@ -54,23 +56,26 @@ class AdamwRows:
         self._rows = np.array(rows, dtype=np.int64).reshape(-1, 7)
         self._index = {name: index for index, name in enumerate(self._names)}
 
-    def of(self, gradient: Mapping[str, torch.Tensor]) -> np.ndarray | None:
-        """Rows of the parameters that have a gradient, by name; None where one of these has no moments yet."""
-        if not all(_is_plain(part) for part in gradient.values()):
-            return None
-        if list(gradient) == self._names:
+    def of(self, names: Sequence[str], addresses: Sequence[int]) -> np.ndarray | None:
+        """Rows of the parameters that have a gradient; None where one of these has no moments yet.
+
+        Args: names, addresses: of gradients that are plain float32 tensors on the CPU.
+        """
+        if names == self._names:
             rows = self._rows.copy()
-            rows[:, _GRADIENT] = [part.data_ptr() for part in gradient.values()]
+            rows[:, _GRADIENT] = addresses
             return rows
-        if not gradient.keys() <= self._index.keys():
+        at = dict(zip(names, addresses, strict=True))
+        if not at.keys() <= self._index.keys():
             return None
-        names = [name for name in self._names if name in gradient]
-        rows = self._rows[[self._index[name] for name in names]]
-        rows[:, _GRADIENT] = [gradient[name].data_ptr() for name in names]
+        chosen = [name for name in self._names if name in at]
+        rows = self._rows[[self._index[name] for name in chosen]]
+        rows[:, _GRADIENT] = [at[name] for name in chosen]
         return rows
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True = float32 on the CPU, without gaps."""
     return tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 

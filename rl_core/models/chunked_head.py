@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
-from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import add_low_rank, low_rank_grads
 
 __all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs", "temperatures_of"]
 

@@ -1,13 +1,13 @@
 """Updates of several runs at once, each by its own gradient and settings.
 
-Steps of AdamW are one call of compiled code where there is some; torch makes the first one of a parameter, which makes its moments,
-and those of Muon. A run's step is the same bits whatever is stepped beside it.
+Steps of AdamW are one call of compiled code where there is some; torch makes the first one of a parameter,
+which makes its moments, and those of Muon. A run's step is the same bits whatever is stepped beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ class _Update:
 
     run: TrainingRun
     request: OptimStep
-    gradient: dict[str, torch.Tensor]
+    gradient: Mapping[str, torch.Tensor]
     rows: np.ndarray | None  # for compiled code; None = torch makes the step
     norm: float = 0.0
 
@@ -48,8 +48,8 @@ def step_runs(runs: Sequence[TrainingRun], requests: Sequence[OptimStep]) -> lis
 
     Args:
         runs: each once.
-    Returns: metrics in order, or what failed: a ServiceError (user) for a gradient that is not finite, of which nothing is changed
-        but that it is forgotten.
+    Returns: metrics in order, or what failed: a ServiceError (user) for a gradient that is not finite; nothing of that
+        run is changed but that its gradient is forgotten.
     """
     updates = []
     for run, request in zip(runs, requests, strict=True):
@@ -103,6 +103,4 @@ def _refusal(update: _Update) -> ServiceError:
 
 def _settings(update: _Update) -> adamw.AdamwSettings:
     adam = update.request.adam
-    return adamw.AdamwSettings(
-        adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, update.scale
-    )
+    return adamw.AdamwSettings(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, update.scale)

@@ -92,7 +92,7 @@ class TrainingEngine:
 
     def unload_model(self, model_id: str) -> None:
         """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
-        self._run(model_id)
+        self._run(model_id).base.router.forget()
         del self._runs[model_id]
         self._published.pop(model_id, None)
 
@@ -167,7 +167,8 @@ class TrainingEngine:
 
     def restore_model(self, model_id: str, state: Mapping[str, Any]) -> ModelInfo:
         """A run as it was when its state was taken, in place of one of this name. Raises: ServiceError."""
-        self._runs.pop(model_id, None)
+        if (before := self._runs.pop(model_id, None)) is not None:
+            before.base.router.forget()
         self.create_model(request_of(state, model_id))
         self._load(model_id, state, optimizer=True, gradient=True)
         return self.model_info(model_id)

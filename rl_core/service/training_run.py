@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from rl_core.models.routed_adapters import LowRank
 from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.service.answers import ModelInfo
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
+from rl_core.service.run_gradient import GradientLayout, RunGradient, added
 from rl_core.service.served_base import ServedBase
 from rl_core.storage.moments import load_moments, moments
 from rl_core.training.gradient_norm import clip_gradients
@@ -79,7 +80,14 @@ class TrainingRun:
         self.parameters: dict[str, torch.Tensor] = {
             **trained, **{f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
         }  # fmt: skip
-        self.gradient: dict[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
+        self.layout = GradientLayout({} if request.adapter is None else trained)
+        head = (
+            set() if self.head_update is None else {f"{base.head_name}.{part}.weight" for part in ("lora_A", "lora_B")}
+        )
+        self.outside_layers = {
+            name: parameter for name, parameter in self.parameters.items() if name in head or name not in trained
+        }  # parameters of a run with adapters that are in none of the model's layers: those of the output and scalar heads
+        self.gradient: Mapping[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
         self.guards: list[KLGuard] = []
         self.steps = 0
         self.data_digest = ""  # of all data that the weights have learned from, in order; "" = none yet
@@ -103,8 +111,25 @@ class TrainingRun:
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""
-        for name, part in gradient.items():
-            self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
+        self.gradient = added(self.gradient, gradient)
+
+    def gradient_of(
+        self, flat: torch.Tensor, layers: Collection[str], others: Mapping[str, torch.Tensor]
+    ) -> RunGradient:
+        """The gradient of a pass. Args: flat: of the adapter, written at these layers; others: of `outside_layers`."""
+        assert self.adapter is not None
+        missing, loose = [], dict(others)
+        for layer in self.adapter.keys() - layers:
+            for part in ("lora_A", "lora_B"):
+                name = f"{layer}.{part}.weight"
+                index = self.layout.index[name]
+                place = flat[self.layout.places[index] : self.layout.places[index] + self.layout.sizes[index]]
+                if name in loose:
+                    place.copy_(loose.pop(name).reshape(-1))
+                else:
+                    place.zero_()
+                    missing.append(name)
+        return RunGradient(self.layout, flat, frozenset(missing), loose)
 
     def note_data(self, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
         """Take the data of one request into the digest of the next update's weights.
@@ -122,7 +147,7 @@ class TrainingRun:
         """Leave the data of a gradient that is forgotten out of the digest."""
         self._next_digest = self.data_digest
 
-    def take_gradient(self) -> dict[str, torch.Tensor]:
+    def take_gradient(self) -> Mapping[str, torch.Tensor]:
         """The gradient so far, which is then forgotten."""
         gradient, self.gradient = self.gradient, {}
         return gradient
@@ -133,7 +158,15 @@ class TrainingRun:
             return None
         if self._rows is None:
             self._rows = adamw.AdamwRows(self.parameters, self._optimizer.state)
-        return self._rows.of(gradient)
+        if (
+            isinstance(gradient, RunGradient)
+            and gradient.flat.is_cpu
+            and all(map(adamw.is_plain, gradient.loose.values()))
+        ):
+            return self._rows.of(gradient.names, gradient.addresses)
+        if not all(map(adamw.is_plain, gradient.values())):
+            return None
+        return self._rows.of(list(gradient), [part.data_ptr() for part in gradient.values()])
 
     def step_by_torch(self, request: OptimStep, gradient: Mapping[str, torch.Tensor], norm: torch.Tensor) -> None:
         """One step, which makes the moments where there are none yet."""
