@@ -105,6 +105,13 @@ class AdapterRouter:
         """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
         return self._routes.spans(names, widths, tuple(self.groups.tokens))
 
+    def apart(self, adapters: Sequence[Adapter | None], name: str, width: int, tokens: Sequence[int]) -> AdapterSpans:
+        """Spans of one layer that is called apart from the model; places of their gradients are in order.
+
+        Args: tokens: of each adapter, one after the other.
+        """
+        return self._routes_of(adapters).spans((name,), (width,), tuple(tokens), in_order=True)
+
     @property
     def gradients(self) -> AdapterGradients | None:
         """Where gradients of the pass under way go."""
@@ -114,9 +121,9 @@ class AdapterRouter:
 class AdapterGradients:
     """Gradients of a pass's adapters: a flat tensor of all factors, those of each adapter in its own order."""
 
-    def __init__(self, adapters: Sequence[Adapter | None], device: torch.device) -> None:
-        sizes = [0 if adapter is None else _size(adapter) for adapter in adapters]
-        self.flat = torch.empty(sum(sizes), device=device)
+    def __init__(self, size: int, device: torch.device) -> None:
+        """size: numbers of all adapters' factors."""
+        self.flat = torch.empty(size, device=device)
         self.anchor = torch.zeros((), requires_grad=True, device=device)  # the input by which autograd finds the way
         self.found: set[str] = set()  # layers whose gradients have been written
 
@@ -131,16 +138,12 @@ class AdapterGradients:
         return result
 
 
-def _size(adapter: Adapter) -> int:
-    return sum(update.down_RI.numel() + update.up_OR.numel() for update in adapter.values())
-
-
 class _Routes:
     """Adapters side by side, and their spans at each group of layers, as the last pass had them."""
 
     def __init__(self, adapters: Sequence[Adapter | None]) -> None:
         self._adapters = list(adapters)
-        self._kept: dict[tuple[str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
+        self._kept: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
         self._places: list[dict[str, tuple[int, int]]] = []  # of A and B of each layer among all gradients
         place = 0
         for adapter in self._adapters:
@@ -149,18 +152,22 @@ class _Routes:
                 self._places[-1][name] = (place, place + update.down_RI.numel())
                 place += update.down_RI.numel() + update.up_OR.numel()
 
-    def spans(self, names: tuple[str, ...], widths: Sequence[int], tokens: tuple[int, ...]) -> AdapterSpans:
-        """See `AdapterRouter.spans`. Args: tokens: of each adapter."""
-        before, spans = self._kept.get(names, (None, None))
+    def spans(
+        self, names: tuple[str, ...], widths: Sequence[int], tokens: tuple[int, ...], *, in_order: bool = False
+    ) -> AdapterSpans:
+        """See `AdapterRouter.spans`. Args: tokens: of each adapter. in_order: see `AdapterRouter.apart`."""
+        before, spans = self._kept.get((in_order, *names), (None, None))
         if spans is None or before != tokens:
             if spans is not None and len(spans) == len(tokens) and all(tokens):  # every adapter has updates here
                 spans = spans.over(tokens)
             else:
-                spans = self._spans(names, widths, tokens)
-            self._kept[names] = tokens, spans
+                spans = self._spans(names, widths, tokens, in_order=in_order)
+            self._kept[in_order, *names] = tokens, spans
         return spans
 
-    def _spans(self, names: Sequence[str], widths: Sequence[int], tokens: Sequence[int]) -> AdapterSpans:
+    def _spans(
+        self, names: Sequence[str], widths: Sequence[int], tokens: Sequence[int], *, in_order: bool
+    ) -> AdapterSpans:
         ends = list(itertools.accumulate(widths))
         spans, places, start = [], [], 0
         for count, adapter, own in zip(tokens, self._adapters, self._places, strict=True):
@@ -177,7 +184,7 @@ class _Routes:
                 placed = [own[name] for name in names if name in own]
                 places.append([*(down for down, _ in placed), *(up for _, up in placed)])
             start += count
-        return AdapterSpans(spans, places)
+        return AdapterSpans(spans, None if in_order else places)
 
 
 class _RoutedLinear(nn.Module):

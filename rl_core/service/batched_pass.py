@@ -76,7 +76,7 @@ def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     batch = TrainBatch(ids_BS, mask_BS, torch.zeros_like(mask_BS)).to(run.base.device)
     gradients = None
     if backward and run.adapter is not None:
-        gradients = AdapterGradients([part.run.adapter for part in parts], run.base.device)
+        gradients = AdapterGradients(sum(part.run.layout.size for part in parts), run.base.device)
     with torch.set_grad_enabled(backward):
         with _routed(parts, gradients) as groups:
             hidden_BSH = hidden_states(run.model, batch, None, groups)
@@ -176,24 +176,28 @@ def _with_one_head(parts: Sequence[PassPart]) -> Iterator[list[int]]:
     for group in groups.values():
         most = default_chunk_tokens(parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0])
         together: list[int] = []
+        taken = 0
         for index in group:
-            if together and sum(parts[one].num_tokens for one in [*together, index]) > most:
+            tokens = parts[index].num_tokens
+            if together and taken + tokens > most:
                 yield together
-                together = []
+                together, taken = [], 0
             together.append(index)
+            taken += tokens
         yield together
 
 
-def _head_adapters(parts: Sequence[PassPart]) -> list[AdapterSpan]:
+def _head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
     """The updates of the head, over the tokens of their parts one after the other."""
-    spans, start = [], 0
-    for part in parts:
-        update, stop = part.run.head_update, start + part.num_tokens
-        if update is not None:
-            width = update.up_OR.shape[0]
-            spans.append(AdapterSpan(start, stop, [(0, width)], update.scale, [update.down_RI], [update.up_OR]))
-        start = stop
-    return spans
+    base = parts[0].run.base
+    if parts[0].run.adapter is None or all(part.run.head_update is None for part in parts):
+        return []
+    return base.router.apart(
+        [part.run.adapter for part in parts],
+        base.head_name,
+        base.head.weight.shape[0],
+        [part.num_tokens for part in parts],
+    )
 
 
 def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None) -> LossInputs:

@@ -115,11 +115,14 @@ def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
         groups.setdefault(key, []).append(job)
     for group in groups.values():
         together: list[PassJob] = []
+        taken = 0
         for job in group:
-            if together and sum(map(_next_tokens, together)) + _next_tokens(job) > most:
+            tokens = _next_tokens(job)
+            if together and taken + tokens > most:
                 yield together
-                together = []
+                together, taken = [], 0
             together.append(job)
+            taken += tokens
         yield together
 
 

@@ -86,7 +86,7 @@ class TrainingRun:
         )
         self.outside_layers = {
             name: parameter for name, parameter in self.parameters.items() if name in head or name not in trained
-        }  # parameters of a run with adapters that are in none of the model's layers: those of the output and scalar heads
+        }  # with adapters: parameters that are in none of the model's layers, those of the output and scalar heads
         self.gradient: Mapping[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
         self.guards: list[KLGuard] = []
         self.steps = 0
