@@ -90,8 +90,8 @@ class SpanTable:
         ups = [[up.numel() for up in span.ups] for span in spans]
         self.size, self.down_size, self.up_size = 0, sum(map(sum, downs)), sum(map(sum, ups))
         self.places: list[Sequence[int]] = [] if places is None else list(places)
-        for own in zip(downs, ups, strict=True):
-            ends = list(itertools.accumulate([*own[0], *own[1]], initial=self.size))
+        for down_sizes, up_sizes in zip(downs, ups, strict=True):
+            ends = list(itertools.accumulate([*down_sizes, *up_sizes], initial=self.size))
             self.size = ends.pop()
             if places is None:
                 self.places.append(ends)
