@@ -9,6 +9,7 @@ from helpers.service import bits, engine_with, loss_request, make_engine, new_ru
 
 from rl_core.cpu import adamw
 from rl_core.errors import ServiceError
+from rl_core.models.routed_adapters import AdapterGradients
 from rl_core.service.requests import AdapterConfig, CreateModel, Datum
 from rl_core.training.gradient_norm import total_norm
 
@@ -66,12 +67,15 @@ def test_runs_that_come_and_go_and_are_loaded_between_passes(base_folder, tmp_pa
         engine.save_weights(name, folder)
         work(engine, [name], rounds=1)
         engine.load_weights(name, folder, optimizer=True)
+        work(engine, [name], rounds=1)
         state = engine.state_dict(name)
         state["model"] = {key: tensor * 1.5 for key, tensor in state["model"].items()}
         engine.restore_model(name, state)
 
     together = engine_with(base_folder, "abc")
-    work(together, "abc", rounds=2)
+    work(together, "ab", rounds=2)
+    work(together, "bc", rounds=2)  # as many runs, and others
+    work(together, "ca", rounds=2)
     for name in "abc":
         change(together, name)
     work(together, "ac", rounds=2)
@@ -80,6 +84,7 @@ def test_runs_that_come_and_go_and_are_loaded_between_passes(base_folder, tmp_pa
     work(together, "acd", rounds=2)
     for name in "ac":
         alone = engine_with(base_folder, [name])
+        work(alone, [name], rounds=2)
         work(alone, [name], rounds=2)
         change(alone, name)
         work(alone, [name], rounds=2)
@@ -123,6 +128,14 @@ def test_muon_a_limited_update_and_a_run_twice_in_one_call(base_folder):
     alone.create_model(CreateModel(model_id="m", base="base", adapter=AdapterConfig(rank=4), optimizer="muon"))
     work(alone, "m", rounds=2)
     assert bits(alone.state_dict("m")) == bits(together.state_dict("m"))
+
+
+def test_gradients_of_a_layer_that_is_called_twice_add_up():
+    gradients = AdapterGradients(3, torch.device("cpu"))
+    for value in (1.0, 2.0):
+        gradients.take(["layer"], lambda flat, value=value: flat[:2].fill_(value))
+    gradients.take(["other"], lambda flat: flat[2:].fill_(5.0))
+    assert gradients.flat.tolist() == [3.0, 3.0, 5.0] and gradients.found == {"layer", "other"}
 
 
 def pairs(seed):
