@@ -96,6 +96,17 @@ def test_runs_that_come_and_go_and_are_loaded_between_passes(base_folder, tmp_pa
     assert bits(alone.state_dict("d")) == bits(together.state_dict("d"))
 
 
+def test_loaded_moments_are_those_that_are_stepped(base_folder, tmp_path):
+    engine, fresh = engine_with(base_folder, "a"), make_engine(base_folder)
+    work(engine, "a", rounds=2)
+    engine.save_weights("a", tmp_path / "state")
+    work(engine, "a", rounds=2)
+    for one in (engine, fresh):
+        one.load_weights("a", tmp_path / "state", optimizer=True)
+        work(one, "a", rounds=2)
+    assert bits(engine.state_dict("a")) == bits(fresh.state_dict("a"))
+
+
 def test_a_gradient_that_is_not_finite_stops_its_run_alone(base_folder):
     """Also after moments exist, when compiled code makes the steps; the run goes on afterwards."""
     together = engine_with(base_folder, "abc")
