@@ -93,7 +93,7 @@ class AdapterRouter:
         self._kept.clear()
 
     def _routes_of(self, adapters: Sequence[Adapter | None]) -> _Routes:
-        """What is kept of these adapters side by side; the sets used last are kept, with the adapters themselves."""
+        """Tables of these adapters side by side; the sets used last are kept, with the adapters themselves."""
         key = tuple(map(id, adapters))
         routes = self._kept.pop(key, None) or _Routes(adapters)
         self._kept[key] = routes
@@ -114,7 +114,7 @@ class AdapterRouter:
 
     @property
     def gradients(self) -> AdapterGradients | None:
-        """Where gradients of the pass under way go."""
+        """Room for the gradients of the pass under way."""
         return self._gradients
 
 
