@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from rl_core.cpu import build
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.cpu.int8_gemm import PackedMatrix
-from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.cpu.packed_vectors import PackedVectors
 
 __all__ = ["DecodeKernels", "DecodeStep", "FusedStep", "Packed", "PackedWeights", "SlotAdapters", "SlotStates", "load"]

@@ -12,38 +12,21 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from rl_core.cpu import build, gemm
+from rl_core.cpu.adapter_spans import AdapterSpan, AdapterSpans, is_plain
 from rl_core.cpu.allocator import Scratch
 from rl_core.cpu.gemm import Operand, Product
 from rl_core.cpu.kernels import input_grad, linear, weight_grad
 
-__all__ = ["AdapterSpan", "LowRankCode", "add_low_rank", "load", "low_rank_grads"]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSpan:
-    """Tokens of one adapter, and its updates of some layers side by side."""
-
-    start: int
-    stop: int
-    columns: list[tuple[int, int]]  # of each updated layer among the outputs
-    scale: float
-    downs: Sequence[torch.Tensor]  # A of each [r, I], float32
-    ups: Sequence[torch.Tensor]  # B of each [O, r], float32
-
-    @property
-    def ranks(self) -> list[int]:
-        """Of each update."""
-        return [up_OR.shape[1] for up_OR in self.ups]
+__all__ = ["LowRankCode", "add_low_rank", "load", "low_rank_grads", "low_rank_grads_into"]
 
 
 def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> list[torch.Tensor]:
     """Add scale x A^T B^T to the outputs of each span, in place; returns what `low_rank_grads` takes as `saved`."""
+    spans = AdapterSpans.of(spans)
     compiled = _compiled(out_NO, x_NI, spans)
     if compiled is None:
         return [_add_to_span(out_NO, x_NI, span) for span in spans]
@@ -61,34 +44,50 @@ def low_rank_grads(
     with_x: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its B."""
+    spans = AdapterSpans.of(spans)
+    whole = grad_NO.new_empty(spans.table.size, dtype=spans.table.dtype)
+    grad_x_NI = low_rank_grads_into(whole, grad_NO, x_NI, saved, spans, with_x=with_x)
+    return grad_x_NI, spans.gradients_within(whole)
+
+
+def low_rank_grads_into(
+    gradients: torch.Tensor,
+    grad_NO: torch.Tensor,
+    x_NI: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    spans: AdapterSpans,
+    *,
+    with_x: bool,
+) -> torch.Tensor | None:
+    """As `low_rank_grads`, with those of A and B written to their places within a flat tensor; returns that of x."""
     grad_x_NI = torch.zeros_like(x_NI) if with_x else None
     compiled = _compiled(grad_NO, x_NI, spans)
     if isinstance(compiled, LowRankCode):
-        return grad_x_NI, compiled.grads(grad_NO, x_NI, saved, spans, grad_x_NI)
+        compiled.grads(gradients, grad_NO, x_NI, saved, spans, grad_x_NI)
+        return grad_x_NI
     if compiled is not None:
-        return grad_x_NI, _grads_by_tiles(compiled, grad_NO, x_NI, saved, spans, grad_x_NI)
-    grads: list[torch.Tensor] = []
-    for span, low_nR in zip(spans, saved, strict=True):
-        grads += _grads_of_span(grad_NO, x_NI, low_nR, span, grad_x_NI)
-    return grad_x_NI, grads
+        found = _grads_by_tiles(compiled, grad_NO, x_NI, saved, spans, grad_x_NI)
+    else:
+        found = []
+        for span, low_nR in zip(spans, saved, strict=True):
+            found += _grads_of_span(grad_NO, x_NI, low_nR, span, grad_x_NI)
+    for place, grad in zip(spans.gradients_within(gradients), found, strict=True):
+        place.copy_(grad)
+    return grad_x_NI
 
 
-def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> LowRankCode | gemm.Gemm | None:
+def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: AdapterSpans) -> LowRankCode | gemm.Gemm | None:
     """Code for ranks, or tiles; None where there is none, or these operands do not suit it."""
-    factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
-    for operand in (out_NO, x_NI, *factors):
-        if operand.device.type != "cpu" or operand.dtype != torch.float32 or operand.stride(1) != 1:
-            return None
+    table = spans.table
+    if not (table.is_plain and is_plain(out_NO) and is_plain(x_NI)):
+        return None
     products = gemm.load()
     if products is not None and products is gemm.load_tiles():
         return products
-    return load() if all(factor.is_contiguous() for factor in factors) else None
+    return load() if table.is_contiguous else None
 
 
 # -- code for ranks ------------------------------------------------------------------------------------------------
-
-_FIELDS = 16  # of an `Update` in low_rank.c, 8 bytes each
-_SCALE = 14
 
 
 class LowRankCode:
@@ -106,77 +105,37 @@ class LowRankCode:
         self._room.argtypes, self._room.restype = (count,), count
         self._scratch = Scratch()
 
-    def add(self, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> list[torch.Tensor]:
+    def add(self, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: AdapterSpans) -> list[torch.Tensor]:
         """`add_low_rank`; returns scale x A^T of all spans, and all B^T."""
-        low = x_NI.new_empty(sum((span.stop - span.start) * sum(span.ranks) for span in spans))
-        ups_across = x_NI.new_empty(sum(up_OR.numel() for span in spans for up_OR in span.ups))
-        table = _table(spans, low, ups_across)
+        table = spans.table
+        low, ups_across = x_NI.new_empty(table.low_size), x_NI.new_empty(table.up_size)
+        rows = table.rows_at(low, ups_across)
         self._forward(
-            table.ctypes.data, len(table), x_NI.data_ptr(), x_NI.stride(0), x_NI.shape[1], out_NO.data_ptr(),
+            rows.ctypes.data, len(rows), x_NI.data_ptr(), x_NI.stride(0), x_NI.shape[1], out_NO.data_ptr(),
             out_NO.stride(0), torch.get_num_threads(),
         )  # fmt: skip
         return [low, ups_across]
 
     def grads(
         self,
+        gradients: torch.Tensor,
         grad_NO: torch.Tensor,
         x_NI: torch.Tensor,
         saved: Sequence[torch.Tensor],
-        spans: Sequence[AdapterSpan],
+        spans: AdapterSpans,
         grad_x_NI: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
-        """`low_rank_grads`, with the gradient of x added to `grad_x_NI`."""
+    ) -> None:
+        """`low_rank_grads_into`, with the gradient of x added to `grad_x_NI`."""
         low, ups_across = saved
-        grad_low = torch.empty_like(low)
-        beside = low.new_empty(sum(down.numel() for span in spans for down in span.downs))
-        factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
-        whole = low.new_empty(sum(factor.numel() for factor in factors))
-        parts = whole.split([factor.numel() for factor in factors])
-        table = _table(spans, low, ups_across, (grad_low, whole, beside))
-        threads, size = torch.get_num_threads(), self._room(max(max(span.ranks) for span in spans))
+        table, grad_low = spans.table, torch.empty_like(low)
+        beside = low.new_empty(table.down_size)
+        rows = table.rows_at(low, ups_across, (grad_low, gradients, beside))
+        threads, size = torch.get_num_threads(), self._room(table.max_rank)
         self._backward(
-            table.ctypes.data, len(table), grad_NO.data_ptr(), grad_NO.stride(0), x_NI.data_ptr(), x_NI.stride(0),
+            rows.ctypes.data, len(rows), grad_NO.data_ptr(), grad_NO.stride(0), x_NI.data_ptr(), x_NI.stride(0),
             x_NI.shape[1], None if grad_x_NI is None else grad_x_NI.data_ptr(),
             0 if grad_x_NI is None else grad_x_NI.stride(0), self._scratch.place(4 * threads * size), size, threads,
         )  # fmt: skip
-        return [part.view(factor.shape) for part, factor in zip(parts, factors, strict=True)]
-
-
-def _table(
-    spans: Sequence[AdapterSpan], low: torch.Tensor, ups_across: torch.Tensor,
-    backward: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> np.ndarray:  # fmt: skip
-    """An `Update` of low_rank.c for every update; places within the flat tensors in the order of the spans.
-
-    backward: gradient of `low`; those of each span's A, then of its B; room for A of each span side by side.
-    """
-    rows, scales = [], []
-    at_low, at_up = low.data_ptr(), ups_across.data_ptr()
-    at_grad_low, at_down, at_beside = (0, 0, 0) if backward is None else (part.data_ptr() for part in backward)
-    to_grad_low = at_grad_low - at_low
-    for span in spans:
-        ranks = span.ranks
-        count, stride, low_place = span.stop - span.start, sum(ranks), at_low
-        at_grad_up = at_down + 4 * sum(down.numel() for down in span.downs)
-        for index, ((begin, end), rank, down, up) in enumerate(
-            zip(span.columns, ranks, span.downs, span.ups, strict=True)
-        ):
-            beside = down.data_ptr() if len(ranks) == 1 else at_beside
-            rows.append((
-                span.start, count, begin, end - begin, rank, stride, down.data_ptr(), up.data_ptr(), at_up, beside,
-                low_place, low_place + to_grad_low, at_down, at_grad_up, 0, index == 0,
-            ))  # fmt: skip
-            scales.append(span.scale)
-            low_place += 4 * rank
-            at_up += 4 * up.numel()
-            at_down += 4 * down.numel()
-            at_beside += 4 * down.numel()
-            at_grad_up += 4 * up.numel()
-        at_down = at_grad_up
-        at_low += 4 * count * stride
-    table = np.array(rows, dtype=np.int64).reshape(-1, _FIELDS)
-    table.view(np.float64)[:, _SCALE] = scales
-    return table
 
 
 @functools.cache

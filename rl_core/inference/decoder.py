@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.cpu.allocator import Arena, pages
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
-from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedLinear, PackedOutputHead

@@ -18,9 +18,10 @@ import torch
 from torch.nn import functional
 
 from rl_core.cpu import gemm, int8_gemm, packed_vectors
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.cpu.allocator import Arena
 from rl_core.cpu.fused_decode import DecodeKernels, Packed, PackedWeights
-from rl_core.cpu.low_rank import AdapterSpan, add_low_rank
+from rl_core.cpu.low_rank import add_low_rank
 from rl_core.models.lora import plain_linear
 from rl_core.models.routed_adapters import LowRank
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rl_core.cpu.adapter_spans import AdapterSpan, AdapterSpans
 from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
-from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import add_low_rank, low_rank_grads
 
 __all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs", "temperatures_of"]
 
@@ -56,7 +57,7 @@ def selected_logprobs(
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(device, weight_VH.shape[0])
     factors = [factor for span in adapters for factor in (*span.downs, *span.ups)]
-    spans = [replace(span, downs=(), ups=()) for span in adapters]
+    spans = AdapterSpans.of(adapters)
     logprobs_N, entropy_N = _SelectedLogprobs.apply(
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens, spans, *factors
     )
@@ -81,18 +82,22 @@ class _SelectedLogprobs(torch.autograd.Function):
         temperatures_N: torch.Tensor | None,
         with_entropy: bool,
         chunk: int,
-        spans: list[AdapterSpan],
+        spans: AdapterSpans,
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_NH.shape[0]
         accurate = at_least_float32(hidden_NH.dtype)
         logprobs_N = hidden_NH.new_empty(targets_N.shape, dtype=accurate)
         entropy_N = hidden_NH.new_empty(count if with_entropy else 0, dtype=accurate)
-        whole, kept = _with_factors(spans, factors), []
+        kept: list[torch.Tensor] = []
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             log_p_CV, saved = _log_softmax(
-                hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _within(whole, start, start + chunk)
+                hidden_NH[part],
+                weight_VH,
+                bias_V,
+                _part(temperatures_N, part),
+                _within(spans, start, start + chunk, count),
             )
             logprobs_N[part] = log_p_CV.gather(1, _columns(targets_N[part])).view(targets_N[part].shape)
             if with_entropy:
@@ -102,7 +107,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             if count <= chunk and any(ctx.needs_input_grad):
                 kept = [log_p_CV, *saved]
         ctx.save_for_backward(
-            hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *factors, *kept
+            hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept
         )  # fmt: skip
         ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
@@ -115,8 +120,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *tensors = ctx.saved_tensors
-        factors, kept = tensors[: ctx.count], tensors[ctx.count :]
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = at_least_float32(hidden_NH.dtype)
         if grad_logprobs_N is None:
@@ -128,9 +132,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
-        whole, grad_factors = _with_factors(ctx.spans, factors), _FactorGrads(ctx.spans, ctx.count)
-        for start in range(0, hidden_NH.shape[0], ctx.chunk):
-            part, spans = slice(start, start + ctx.chunk), _within(whole, start, start + ctx.chunk)
+        grad_factors = _FactorGrads(ctx.spans, ctx.count)
+        count = hidden_NH.shape[0]
+        for start in range(0, count, ctx.chunk):
+            part, spans = slice(start, start + ctx.chunk), _within(ctx.spans, start, start + ctx.chunk, count)
             if kept:
                 log_p_CV, saved = kept[0], kept[1:]
             else:
@@ -190,19 +195,17 @@ class _FactorGrads:
                     self.sums[place] = grad if before is None else before + grad
 
 
-def _with_factors(spans: Sequence[AdapterSpan], factors: Sequence[torch.Tensor]) -> list[AdapterSpan]:
-    """Spans of one layer's updates with their factors, A and B of each in turn."""
-    pairs = zip(factors[::2], factors[1::2], strict=True)
-    return [replace(span, downs=[down], ups=[up]) for span, (down, up) in zip(spans, pairs, strict=True)]
-
-
-def _within(spans: Sequence[AdapterSpan], start: int, stop: int) -> list[AdapterSpan]:
-    """Spans and parts of spans that lie in a chunk, by the places there."""
-    return [
-        replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
-        for span in spans
-        if span.start < stop and start < span.stop
-    ]
+def _within(spans: AdapterSpans, start: int, stop: int, count: int) -> AdapterSpans:
+    """Spans and parts of spans that lie in a chunk of so many positions, by the places there."""
+    if start == 0 and count <= stop:
+        return spans
+    return AdapterSpans(
+        [
+            replace(span, start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
+            for span in spans
+            if span.start < stop and start < span.stop
+        ]
+    )
 
 
 def temperatures_of(values: Sequence[float], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -10,23 +10,27 @@ N tokens, I inputs, O outputs, R rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from rl_core.cpu.adapter_spans import AdapterSpan, AdapterSpans
 from rl_core.cpu.kernels import linears
-from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import add_low_rank, low_rank_grads_into
 from rl_core.cpu.shared_prefixes import RowGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Adapter", "AdapterRouter", "LowRank"]
+__all__ = ["Adapter", "AdapterGradients", "AdapterRouter", "LowRank"]
+
+_Result = TypeVar("_Result")
+_KEPT_SETS = 64  # of adapters side by side, whose tables are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ class AdapterRouter:
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
         """names: linear layers of the model that adapters may update."""
         self.groups = RowGroups([])
-        self._adapters: Sequence[Adapter | None] = []
+        self._gradients: AdapterGradients | None = None
+        self._routes = _Routes([])
+        self._kept: dict[tuple[int, ...], _Routes] = {}  # by the adapters; the one used last is the last
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")
@@ -61,14 +67,18 @@ class AdapterRouter:
             self._places.append((parent, attribute, layer, _RoutedLinear(layer, name, self)))
 
     @contextmanager
-    def routed(self, rows: Sequence[int], adapters: Sequence[Adapter | None]) -> Iterator[RowGroups]:
+    def routed(
+        self, rows: Sequence[int], adapters: Sequence[Adapter | None], gradients: AdapterGradients | None = None
+    ) -> Iterator[RowGroups]:
         """The model with these adapters inside: the first rows of a batch through the first, and so on.
 
         Args:
-            rows: of each adapter, consecutive. adapters: None = the model as it is.
+            rows: of each adapter, consecutive. adapters: None = the model as it is; factors change in place alone, and
+                `forget` is called before an adapter is given up.
+            gradients: where those of the factors go; None = none are asked for.
         Returns: what `models.hidden_states` takes as `groups`.
         """
-        self.groups, self._adapters = RowGroups(list(rows)), adapters
+        self.groups, self._gradients, self._routes = RowGroups(list(rows)), gradients, self._routes_of(adapters)
         for parent, attribute, _, routed in self._places:
             parent._modules[attribute] = routed
         try:
@@ -76,25 +86,105 @@ class AdapterRouter:
         finally:
             for parent, attribute, layer, _ in self._places:
                 parent._modules[attribute] = layer
-            self.groups, self._adapters = RowGroups([]), []
+            self.groups, self._gradients, self._routes = RowGroups([]), None, _Routes([])
 
-    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[AdapterSpan]:
+    def forget(self) -> None:
+        """Drop what is kept of adapters between passes."""
+        self._kept.clear()
+
+    def _routes_of(self, adapters: Sequence[Adapter | None]) -> _Routes:
+        """Tables of these adapters side by side; the sets used last are kept, with the adapters themselves."""
+        key = tuple(map(id, adapters))
+        routes = self._kept.pop(key, None) or _Routes(adapters)
+        self._kept[key] = routes
+        if len(self._kept) > _KEPT_SETS:
+            del self._kept[next(iter(self._kept))]
+        return routes
+
+    def spans(self, names: tuple[str, ...], widths: Sequence[int]) -> AdapterSpans:
         """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
+        return self._routes.spans(names, widths, tuple(self.groups.tokens))
+
+    def apart(self, adapters: Sequence[Adapter | None], name: str, width: int, tokens: Sequence[int]) -> AdapterSpans:
+        """Spans of one layer that is called apart from the model; places of their gradients are in order.
+
+        Args: tokens: of each adapter, one after the other.
+        """
+        return self._routes_of(adapters).spans((name,), (width,), tuple(tokens), in_order=True)
+
+    @property
+    def gradients(self) -> AdapterGradients | None:
+        """Room for the gradients of the pass under way."""
+        return self._gradients
+
+
+class AdapterGradients:
+    """Gradients of a pass's adapters: a flat tensor of all factors, those of each adapter in its own order."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """size: numbers of all adapters' factors."""
+        self.flat = torch.empty(size, device=device)
+        self.anchor = torch.zeros((), requires_grad=True, device=device)  # the input by which autograd finds the way
+        self.found: set[str] = set()  # layers whose gradients have been written
+
+    def take(self, names: Sequence[str], compute: Callable[[torch.Tensor], _Result]) -> _Result:
+        """Gradients of some layers, which `compute` writes into a tensor as `flat`; a layer's second ones are added."""
+        if self.found.isdisjoint(names):
+            self.found.update(names)
+            return compute(self.flat)
+        more = torch.zeros_like(self.flat)
+        result = compute(more)
+        self.flat += more
+        return result
+
+
+class _Routes:
+    """Adapters side by side, and their spans at each group of layers, as the last pass had them."""
+
+    def __init__(self, adapters: Sequence[Adapter | None]) -> None:
+        self._adapters = list(adapters)
+        self._kept: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
+        self._places: list[dict[str, tuple[int, int]]] = []  # of A and B of each layer among all gradients
+        place = 0
+        for adapter in self._adapters:
+            self._places.append({})
+            for name, update in ({} if adapter is None else adapter).items():
+                self._places[-1][name] = (place, place + update.down_RI.numel())
+                place += update.down_RI.numel() + update.up_OR.numel()
+
+    def spans(
+        self, names: tuple[str, ...], widths: Sequence[int], tokens: tuple[int, ...], *, in_order: bool = False
+    ) -> AdapterSpans:
+        """See `AdapterRouter.spans`. Args: tokens: of each adapter. in_order: see `AdapterRouter.apart`."""
+        before, spans = self._kept.get((in_order, *names), (None, None))
+        if spans is None or before != tokens:
+            if spans is not None and len(spans) == len(tokens) and all(tokens):  # every adapter has updates here
+                spans = spans.over(tokens)
+            else:
+                spans = self._spans(names, widths, tokens, in_order=in_order)
+            self._kept[in_order, *names] = tokens, spans
+        return spans
+
+    def _spans(
+        self, names: Sequence[str], widths: Sequence[int], tokens: Sequence[int], *, in_order: bool
+    ) -> AdapterSpans:
         ends = list(itertools.accumulate(widths))
-        spans, start = [], 0
-        for tokens, adapter in zip(self.groups.tokens, self._adapters, strict=True):
+        spans, places, start = [], [], 0
+        for count, adapter, own in zip(tokens, self._adapters, self._places, strict=True):
             found = [(end - width, end, adapter[name]) for name, width, end in zip(names, widths, ends, strict=True)
                      if adapter is not None and name in adapter]  # fmt: skip
-            if found and tokens:
+            if found and count:
                 updates = [update for *_, update in found]
                 spans.append(
                     AdapterSpan(
-                        start, start + tokens, [(begin, end) for begin, end, _ in found], updates[0].scale,
+                        start, start + count, [(begin, end) for begin, end, _ in found], updates[0].scale,
                         [update.down_RI for update in updates], [update.up_OR for update in updates],
                     )
                 )  # fmt: skip
-            start += tokens
-        return spans
+                placed = [own[name] for name in names if name in own]
+                places.append([*(down for down, _ in placed), *(up for _, up in placed)])
+            start += count
+        return AdapterSpans(spans, None if in_order else places)
 
 
 class _RoutedLinear(nn.Module):
@@ -125,36 +215,48 @@ class _RoutedLinear(nn.Module):
     def _updated(
         self, out_NO: torch.Tensor, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear], widths: Sequence[int]
     ) -> torch.Tensor:
-        spans = self.__dict__["_router"].spans([layer._name for layer in layers], widths)
+        router: AdapterRouter = self.__dict__["_router"]
+        names = tuple([layer._name for layer in layers])
+        spans = router.spans(names, widths)
         if not spans:
             return out_NO
-        factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
-        updated: torch.Tensor = _AddLowRank.apply(out_NO, x_NI, spans, *factors)
+        gradients = router.gradients if torch.is_grad_enabled() else None
+        anchor = None if gradients is None else gradients.anchor
+        updated: torch.Tensor = _AddLowRank.apply(out_NO, x_NI, anchor, names, spans, gradients)
         return updated
 
 
 class _AddLowRank(torch.autograd.Function):
-    """out + scale x A^T B^T over the tokens of each span, each in products of its own."""
+    """out + scale x A^T B^T over the tokens of each span, each in products of its own.
+
+    Gradients of the factors go to their places, not through autograd: with many adapters its account of every factor
+    costs more than the products.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[AdapterSpan], *factors: torch.Tensor
+        ctx: Any,
+        out_NO: torch.Tensor,
+        x_NI: torch.Tensor,
+        anchor: torch.Tensor | None,
+        names: tuple[str, ...],
+        spans: AdapterSpans,
+        gradients: AdapterGradients | None,
     ) -> torch.Tensor:
         ctx.mark_dirty(out_NO)
         saved = add_low_rank(out_NO, x_NI, spans)
-        ctx.save_for_backward(x_NI, *saved, *factors)
-        ctx.count = len(saved)
-        ctx.spans = [(span.start, span.stop, span.columns, span.scale) for span in spans]
+        ctx.save_for_backward(x_NI, *saved)
+        ctx.names, ctx.spans, ctx.gradients = names, spans, gradients
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
-        x_NI, *tensors = ctx.saved_tensors
-        saved, factors, spans = tensors[: ctx.count], tensors[ctx.count :], []
-        for start, stop, columns, scale in ctx.spans:
-            count = len(columns)
-            spans.append(AdapterSpan(start, stop, columns, scale, factors[:count], factors[count : 2 * count]))
-            factors = factors[2 * count :]
-        grad_x_NI, grads = low_rank_grads(grad_NO.contiguous(), x_NI, saved, spans, with_x=ctx.needs_input_grad[1])
-        return grad_NO, grad_x_NI, None, *grads
+        x_NI, *saved = ctx.saved_tensors
+        grad_x_NI = ctx.gradients.take(
+            ctx.names,
+            lambda flat: low_rank_grads_into(
+                flat, grad_NO.contiguous(), x_NI, saved, ctx.spans, with_x=ctx.needs_input_grad[1]
+            ),
+        )
+        return grad_NO, grad_x_NI, None, None, None, None

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.cpu.shared_prefixes import RowGroups
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.models.chunked_head import default_chunk_tokens, selected_logprobs, temperatures_of
 from rl_core.models.hidden_states import hidden_states
+from rl_core.models.routed_adapters import AdapterGradients
 from rl_core.service.loss_function import LossFunction, LossInputs
+from rl_core.service.run_gradient import RunGradient
 from rl_core.service.training_run import TrainingRun
 from rl_core.types import TrainBatch
 
@@ -49,7 +51,7 @@ class PassResult:
     """Loss, gradient and per-token numbers of a part."""
 
     loss: float
-    gradient: dict[str, torch.Tensor]  # by the run's parameter names; {} without backward
+    gradient: Mapping[str, torch.Tensor]  # by the run's parameter names; {} without backward
     columns: list[dict[str, np.ndarray]]  # of each row: per-token arrays, or [1] where there is one number a row
 
 
@@ -72,43 +74,63 @@ def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     ids_BS = pad_rows([row.tolist() for row in rows], run.base.pad_id)
     mask_BS = attention_mask(lengths)
     batch = TrainBatch(ids_BS, mask_BS, torch.zeros_like(mask_BS)).to(run.base.device)
+    gradients = None
+    if backward and run.adapter is not None:
+        gradients = AdapterGradients(sum(part.run.layout.size for part in parts), run.base.device)
     with torch.set_grad_enabled(backward):
-        with _routed(parts) as groups:
+        with _routed(parts, gradients) as groups:
             hidden_BSH = hidden_states(run.model, batch, None, groups)
         places = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
         hidden = hidden_BSH.flatten(0, 1).index_select(0, places).split([part.num_tokens for part in parts])
         scored = _logprobs(parts, hidden)
         given = [_inputs(part, hidden_NH, one) for part, hidden_NH, one in zip(parts, hidden, scored, strict=True)]
         losses = [part.loss.loss(found) for part, found in zip(parts, given, strict=True)]
-    gradients: list[dict[str, torch.Tensor]] = [{} for _ in parts]
-    if backward:
-        gradients = _gradients(parts, losses)
+    found_of: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in parts]
+    if gradients is not None:
+        found_of = _adapter_gradients(parts, losses, gradients)
+    elif backward:
+        found_of = _gradients(losses, [part.run.parameters for part in parts])
     return [
         PassResult(float(loss.detach()), gradient, _columns(part, found))
-        for part, loss, gradient, found in zip(parts, losses, gradients, given, strict=True)
+        for part, loss, gradient, found in zip(parts, losses, found_of, given, strict=True)
     ]
 
 
-def _routed(parts: Sequence[PassPart]) -> AbstractContextManager[RowGroups | None]:
+def _routed(parts: Sequence[PassPart], gradients: AdapterGradients | None) -> AbstractContextManager[RowGroups | None]:
     """The adapters of the parts over their rows; nothing for a run that trains all weights."""
     if parts[0].run.adapter is None:
         assert len(parts) == 1
         return nullcontext()
     router = parts[0].run.base.router
-    return router.routed([len(part.tokens) for part in parts], [part.run.adapter for part in parts])
+    return router.routed([len(part.tokens) for part in parts], [part.run.adapter for part in parts], gradients)
 
 
-def _gradients(parts: Sequence[PassPart], losses: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each part's loss by the names of its run's parameters; a run may have several parts only alone."""
-    places = [(index, name) for index, part in enumerate(parts) for name in part.run.parameters]
-    trained = [parts[index].run.parameters[name] for index, name in places]
+def _gradients(
+    losses: Sequence[torch.Tensor], trained: Sequence[Mapping[str, torch.Tensor]], *anchors: torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each loss by the parameters of its own; what a loss has not touched is left out."""
+    places = [(index, name) for index, named in enumerate(trained) for name in named]
+    inputs = [*(trained[index][name] for index, name in places), *anchors]
     # The gradient of a sum is each loss's own: no parameter is in two of them.
-    found = torch.autograd.grad(torch.stack(list(losses)).sum(), trained, allow_unused=True)
-    gradients: list[dict[str, torch.Tensor]] = [{} for _ in parts]
-    for (index, name), gradient in zip(places, found, strict=True):
+    found = torch.autograd.grad(torch.stack(list(losses)).sum(), inputs, allow_unused=True)
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in losses]
+    for (index, name), gradient in zip(places, found[: len(places)], strict=True):
         if gradient is not None:
             gradients[index][name] = gradient
     return gradients
+
+
+def _adapter_gradients(
+    parts: Sequence[PassPart], losses: Sequence[torch.Tensor], gradients: AdapterGradients
+) -> list[RunGradient]:
+    """Gradients of runs with adapters: of the layers in `gradients`, of output heads and scalar heads by autograd."""
+    outside = [part.run.outside_layers for part in parts]
+    found = _gradients(losses, outside, gradients.anchor)
+    flats = gradients.flat.split([part.run.layout.size for part in parts])
+    return [
+        part.run.gradient_of(flat, gradients.found, own)
+        for part, flat, own in zip(parts, flats, found, strict=True)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +176,28 @@ def _with_one_head(parts: Sequence[PassPart]) -> Iterator[list[int]]:
     for group in groups.values():
         most = default_chunk_tokens(parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0])
         together: list[int] = []
+        taken = 0
         for index in group:
-            if together and sum(parts[one].num_tokens for one in [*together, index]) > most:
+            tokens = parts[index].num_tokens
+            if together and taken + tokens > most:
                 yield together
-                together = []
+                together, taken = [], 0
             together.append(index)
+            taken += tokens
         yield together
 
 
-def _head_adapters(parts: Sequence[PassPart]) -> list[AdapterSpan]:
+def _head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
     """The updates of the head, over the tokens of their parts one after the other."""
-    spans, start = [], 0
-    for part in parts:
-        update, stop = part.run.head_update, start + part.num_tokens
-        if update is not None:
-            width = update.up_OR.shape[0]
-            spans.append(AdapterSpan(start, stop, [(0, width)], update.scale, [update.down_RI], [update.up_OR]))
-        start = stop
-    return spans
+    base = parts[0].run.base
+    if parts[0].run.adapter is None or all(part.run.head_update is None for part in parts):
+        return []
+    return base.router.apart(
+        [part.run.adapter for part in parts],
+        base.head_name,
+        base.head.weight.shape[0],
+        [part.num_tokens for part in parts],
+    )
 
 
 def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None) -> LossInputs:

@@ -7,7 +7,7 @@ beside them. Passes then take one part of each of several runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from rl_core.service.answers import ForwardBackwardResult
 from rl_core.service.batched_pass import PassPart, PassResult, run_pass
 from rl_core.service.input_checks import CheckedRequest
 from rl_core.service.requests import ForwardBackward
+from rl_core.service.run_gradient import added
 from rl_core.service.training_run import KLGuard, TrainingRun
 from rl_core.settings import ServiceEngineSettings
 
@@ -37,7 +38,7 @@ class PassJob:
     checked: CheckedRequest
     parts: list[PassPart]
     done: list[PassResult] = field(default_factory=list)
-    gradient: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: ServiceError | None = None
 
     @property
@@ -48,8 +49,7 @@ class PassJob:
     def take(self, result: PassResult) -> None:
         """Keep a part's result; gradients add up in the order of the parts."""
         self.done.append(result)
-        for name, part in result.gradient.items():
-            self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
+        self.gradient = added(self.gradient, result.gradient)
 
     def _data(self) -> Iterator[dict[str, np.ndarray]]:
         """Arrays of each datum; of the client alone, without a reference model's."""
@@ -115,11 +115,14 @@ def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
         groups.setdefault(key, []).append(job)
     for group in groups.values():
         together: list[PassJob] = []
+        taken = 0
         for job in group:
-            if together and sum(map(_next_tokens, together)) + _next_tokens(job) > most:
+            tokens = _next_tokens(job)
+            if together and taken + tokens > most:
                 yield together
-                together = []
+                together, taken = [], 0
             together.append(job)
+            taken += tokens
         yield together
 
 

@@ -19,7 +19,7 @@ from rl_core.memory import first_line
 from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
 from rl_core.service.evaluation_answers import ModelEvaluation
 from rl_core.service.evaluation_requests import EvaluateRequest
-from rl_core.service.guarded_update import guarded_step
+from rl_core.service.guarded_update import guarded_steps
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
 from rl_core.service.model_evaluation import EvaluatedModel, evaluate_models
 from rl_core.service.pass_planner import cut, run_jobs
@@ -92,7 +92,7 @@ class TrainingEngine:
 
     def unload_model(self, model_id: str) -> None:
         """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
-        self._run(model_id)
+        self._run(model_id).base.router.forget()
         del self._runs[model_id]
         self._published.pop(model_id, None)
 
@@ -124,6 +124,32 @@ class TrainingEngine:
 
     def optim_step(self, request: OptimStep) -> OptimStepResult:
         """One update by the gradient accumulated so far. Raises: ServiceError."""
+        (answer,) = guarded_steps([self._stepped(request)], [request])
+        if isinstance(answer, Exception):
+            raise answer
+        return OptimStepResult(metrics=answer)
+
+    def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
+        """Answers in order, to updates of several runs."""
+        answers: dict[int, OptimStepResult | ServiceError] = {}
+        runs: dict[int, TrainingRun] = {}
+        for index, request in enumerate(requests):
+            try:
+                runs[index] = self._stepped(request)
+            except ServiceError as error:
+                answers[index] = error
+        found = guarded_steps(list(runs.values()), [requests[index] for index in runs])
+        for index, answer in zip(runs, found, strict=True):
+            if isinstance(answer, Exception):
+                if not isinstance(answer, ServiceError):
+                    logger.error("optim_step of %s failed", requests[index].model_id, exc_info=answer)
+                answers[index] = _failure(answer)
+            else:
+                answers[index] = OptimStepResult(metrics=answer)
+        return [answers[index] for index in range(len(requests))]
+
+    def _stepped(self, request: OptimStep) -> TrainingRun:
+        """The run of a checked request. Raises: ServiceError."""
         run = self._run(request.model_id)
         check_adam(request.adam, request.muon_momentum)
         if request.optimizer not in (None, run.optimizer_kind):
@@ -131,19 +157,7 @@ class TrainingEngine:
                 f"optim_step: the parameters are of {request.optimizer}, and the run was made with "
                 f"{run.optimizer_kind}; send those of its optimizer", "user",
             )  # fmt: skip
-        return OptimStepResult(metrics=guarded_step(run, request))
-
-    def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
-        """Answers in order, to one update of each of several runs."""
-        answers: list[OptimStepResult | ServiceError] = []
-        for request in requests:
-            try:
-                answers.append(self.optim_step(request))
-            except Exception as error:
-                if not isinstance(error, ServiceError):
-                    logger.exception("optim_step of %s failed", request.model_id)
-                answers.append(_failure(error))
-        return answers
+        return run
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -153,7 +167,8 @@ class TrainingEngine:
 
     def restore_model(self, model_id: str, state: Mapping[str, Any]) -> ModelInfo:
         """A run as it was when its state was taken, in place of one of this name. Raises: ServiceError."""
-        self._runs.pop(model_id, None)
+        if (before := self._runs.pop(model_id, None)) is not None:
+            before.base.router.forget()
         self.create_model(request_of(state, model_id))
         self._load(model_id, state, optimizer=True, gradient=True)
         return self.model_info(model_id)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_core.errors import CheckpointError, ServiceError
+from rl_core.cpu import adamw
+from rl_core.errors import CheckpointError
 from rl_core.inference.sampling import sequence_seed
 from rl_core.models.critic import ValueHead
 from rl_core.models.routed_adapters import LowRank
 from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.service.answers import ModelInfo
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
+from rl_core.service.run_gradient import GradientLayout, RunGradient, added
 from rl_core.service.served_base import ServedBase
 from rl_core.storage.moments import load_moments, moments
-from rl_core.training.gradient_norm import clip_gradients, total_norm
+from rl_core.training.gradient_norm import clip_gradients
 from rl_core.training.optimizers import JointOptimizer, hidden_matrices, step_adamw
 
 __all__ = ["KLGuard", "TrainingRun"]
@@ -79,13 +80,21 @@ class TrainingRun:
         self.parameters: dict[str, torch.Tensor] = {
             **trained, **{f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
         }  # fmt: skip
-        self.gradient: dict[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
+        self.layout = GradientLayout({} if request.adapter is None else trained)
+        head = (
+            set() if self.head_update is None else {f"{base.head_name}.{part}.weight" for part in ("lora_A", "lora_B")}
+        )
+        self.outside_layers = {
+            name: parameter for name, parameter in self.parameters.items() if name in head or name not in trained
+        }  # with adapters: parameters that are in none of the model's layers, those of the output and scalar heads
+        self.gradient: Mapping[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
         self.guards: list[KLGuard] = []
         self.steps = 0
         self.data_digest = ""  # of all data that the weights have learned from, in order; "" = none yet
         self._next_digest = ""  # with the data of the gradient so far
         self._hidden = hidden if request.optimizer == "muon" else set()
         self._optimizer = self._new_optimizer()
+        self._rows: adamw.AdamwRows | None = None  # of the optimizer's moments as they are placed now
 
     @property
     def info(self) -> ModelInfo:
@@ -102,8 +111,25 @@ class TrainingRun:
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""
-        for name, part in gradient.items():
-            self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
+        self.gradient = added(self.gradient, gradient)
+
+    def gradient_of(
+        self, flat: torch.Tensor, layers: Collection[str], others: Mapping[str, torch.Tensor]
+    ) -> RunGradient:
+        """The gradient of a pass. Args: flat: of the adapter, written at these layers; others: of `outside_layers`."""
+        assert self.adapter is not None
+        missing, loose = [], dict(others)
+        for layer in self.adapter.keys() - layers:
+            for part in ("lora_A", "lora_B"):
+                name = f"{layer}.{part}.weight"
+                index = self.layout.index[name]
+                place = flat[self.layout.places[index] : self.layout.places[index] + self.layout.sizes[index]]
+                if name in loose:
+                    place.copy_(loose.pop(name).reshape(-1))
+                else:
+                    place.zero_()
+                    missing.append(name)
+        return RunGradient(self.layout, flat, frozenset(missing), loose)
 
     def note_data(self, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
         """Take the data of one request into the digest of the next update's weights.
@@ -121,28 +147,33 @@ class TrainingRun:
         """Leave the data of a gradient that is forgotten out of the digest."""
         self._next_digest = self.data_digest
 
-    def step(self, request: OptimStep) -> dict[str, float]:
-        """One update by the gradient so far, which is then forgotten.
-
-        Raises: ServiceError (user) for a gradient that is not finite; nothing is changed but that it is forgotten.
-        """
+    def take_gradient(self) -> Mapping[str, torch.Tensor]:
+        """The gradient so far, which is then forgotten."""
         gradient, self.gradient = self.gradient, {}
-        used = [gradient[name] for name in self.parameters if name in gradient]
-        norm = total_norm(used)
-        size = float(norm)
-        if not math.isfinite(size):
-            self.forget_data()
-            bad = next((name for name, part in gradient.items() if not bool(torch.isfinite(part).all())), "its norm")
-            raise ServiceError(
-                f"optim_step: the gradient is not finite (first: {bad}); the update was left out and the gradient "
-                "forgotten. Lower the learning rate, or look at the data of this step",
-                "user",
-            )
+        return gradient
+
+    def compiled_rows(self, gradient: Mapping[str, torch.Tensor]) -> np.ndarray | None:
+        """Places of what a step by this gradient changes, for compiled code; None where torch has to make the step."""
+        if adamw.load() is None or isinstance(self._optimizer, JointOptimizer):
+            return None
+        if self._rows is None:
+            self._rows = adamw.AdamwRows(self.parameters, self._optimizer.state)
+        if (
+            isinstance(gradient, RunGradient)
+            and gradient.flat.is_cpu
+            and all(map(adamw.is_plain, gradient.loose.values()))
+        ):
+            return self._rows.of(gradient.names, gradient.addresses)
+        if not all(map(adamw.is_plain, gradient.values())):
+            return None
+        return self._rows.of(list(gradient), [part.data_ptr() for part in gradient.values()])
+
+    def step_by_torch(self, request: OptimStep, gradient: Mapping[str, torch.Tensor], norm: torch.Tensor) -> None:
+        """One step, which makes the moments where there are none yet."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradient.get(name)
-        clip = request.adam.grad_clip_norm
-        if clip > 0 and used:
-            clip_gradients(list(self.parameters.values()), clip, norm)
+        if request.adam.grad_clip_norm > 0 and gradient:
+            clip_gradients(list(self.parameters.values()), request.adam.grad_clip_norm, norm)
         self._set(request.adam, request.muon_momentum)
         if isinstance(self._optimizer, torch.optim.AdamW):
             step_adamw(self._optimizer)
@@ -150,15 +181,12 @@ class TrainingRun:
             self._optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._rows = None
+
+    def count_step(self) -> None:
+        """Note that an update was made: the weights have now learned from the data since the one before."""
         self.steps += 1
         self.data_digest = self._next_digest
-        return {
-            "grad_norm:mean": size,
-            "clipped:mean": float(0 < clip < size),
-            "learning_rate:mean": request.adam.learning_rate,
-            "empty:mean": float(not used),
-            "step:max": float(self.steps),
-        }
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -192,7 +220,7 @@ class TrainingRun:
         """
         module = _named(self.parameters)
         load_trainable_weights(module, {_flat(name): tensor for name, tensor in state["model"].items()})
-        self._optimizer = self._new_optimizer()
+        self._optimizer, self._rows = self._new_optimizer(), None
         self.steps = 0
         if optimizer:
             if state["run"]["optimizer"] != self.optimizer_kind:

@@ -2,7 +2,8 @@
 
 import torch
 
-from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
+from rl_core.cpu.adapter_spans import AdapterSpan
+from rl_core.cpu.low_rank import add_low_rank, low_rank_grads
 
 OUTPUTS = [(0, 40), (40, 57)]  # two layers side by side
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.cpu.adapter_spans import AdapterSpan
 from rl_core.errors import DataError
 from rl_core.losses.kl import kl_penalty
 from rl_core.models import chunked_head
