@@ -8,6 +8,7 @@ A finished stage whose key changed runs anew, as in any DAG. Only what would los
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,12 +131,14 @@ def _asked_for(settings: PipelineSettings, options: RunOptions) -> list[str]:
 
 
 def _known(folder: Path) -> list[dict[str, Any]]:
-    """Conditions of all that is there of a stage, finished or not."""
+    """Conditions of all that is there of a stage, finished or not, the newest first."""
     if not folder.is_dir():
         return []
     begun = [stage.conditions for stage in unfinished(folder, with_aside=True) if stage.conditions]
-    done = (finished_conditions(path) for path in folder.iterdir() if path.is_dir() and "." not in path.name)
-    return [*begun, *(conditions for conditions in done if conditions)]
+    finished = [path for path in folder.iterdir() if path.is_dir() and "." not in path.name]
+    finished.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)  # of those of one second
+    known = [*begun, *filter(None, map(finished_conditions, finished))]
+    return sorted(known, key=lambda conditions: str(conditions.get("time", "")), reverse=True)
 
 
 def _differences(
@@ -268,11 +271,10 @@ def _follows(conditions: Mapping[str, Any], found: Mapping[str, Sequence[str]]) 
 
 def newest_conditions(folder: Path) -> dict[str, Any] | None:
     """Conditions of what a stage's folder holds of the newest run, finished or not; None = nothing is known."""
-    return max(_known(folder), key=lambda conditions: str(conditions.get("time", "")), default=None)
+    return next(iter(_known(folder)), None)
 
 
 def differences_now(folder: Path, settings: PipelineSettings) -> list[str]:
     """Differences of a stage's present conditions, but for its inputs, from the nearest known ones, finished or not."""
     now = present(settings, folder.name)
-    newest_first = sorted(_known(folder), key=lambda conditions: str(conditions.get("time", "")), reverse=True)
-    return min((changes(known, now, with_inputs=False) for known in newest_first), key=len, default=[])
+    return min((changes(known, now, with_inputs=False) for known in _known(folder)), key=len, default=[])
