@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flows.cli.why import explain, explain_all
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import from_dict
+from tasks.pipeline.drift import newest_conditions
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import run_stage
 
@@ -92,6 +94,19 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
     )
     assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == ["prepare_data", "sft"]
+
+
+@pytest.mark.parametrize("clock", ["12:00:00 12:00:01", "12:00:00 12:00:00"], ids=["a second later", "the same second"])
+def test_the_newest_conditions_are_those_of_the_last_run(tmp_path, monkeypatch, clock):
+    for rate, now in zip((1e-3, 2e-3), clock.split(), strict=True):
+        monkeypatch.setattr("tasks.pipeline.conditions.time.strftime", lambda _, now=now: now)
+        last = play(tmp_path, lambda context: {}, learning_rate=rate)
+    same_second = len(set(clock.split())) == 1
+    for folder in last.path.parent.iterdir():  # the folders' times count where the clock cannot tell, and only there
+        if folder.is_dir():
+            os.utime(folder, ns=(0, 2 if (folder == last.path) == same_second else 1))
+    found = newest_conditions(last.path.parent)
+    assert found is not None and found["settings"]["learning_rate"] == 2e-3
 
 
 def test_a_stage_without_its_configuration_is_told(tmp_path, monkeypatch, capsys):
