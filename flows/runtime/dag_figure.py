@@ -70,8 +70,22 @@ def _draw_box(draw: ImageDraw.ImageDraw, centre: _Point, name: str, lines: str, 
         (x - half_width, y - half_height, x + half_width, y + half_height), 16 * _SMOOTH,
         fill=_COLOURS["cached" if cached else "ran"], outline=_EDGE, width=2 * _SMOOTH,
     )  # fmt: skip
-    _write(draw, (centre[0], centre[1] - 36), name, 18, bold=True)
+    shown, size = _fitted(name)
+    _write(draw, (centre[0], centre[1] - 36), shown, size, bold=True)
     _write(draw, (centre[0], centre[1] + 18), lines, 14)
+
+
+def _fitted(name: str) -> tuple[str, int]:
+    """A name that a box has room for, and its size in pixels: smaller where it is long, then cut."""
+    room = _SMOOTH * (_BOX[0] - 12)
+
+    def has_room(text: str, size: int) -> bool:
+        return _font(size * _SMOOTH, bold=True).getlength(text) <= room
+
+    least = 11
+    size = next((size for size in range(18, least, -1) if has_room(name, size)), least)
+    most = next((count for count in range(len(name), 0, -1) if has_room(f"{name[:count]}…", size)), 0)
+    return (name if has_room(name, size) else f"{name[:most]}…"), size
 
 
 def _draw_arrow(draw: ImageDraw.ImageDraw, start: _Point, end: _Point) -> None:
@@ -122,10 +136,13 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
         places["prepare_data"], column = (column, 0.5), column + 1.0
     for name in policy_stages():  # each starts from the one before it
         if name == "policy" and "reward_model" in present:
-            places["reward_model"] = (column - 0.45 if column else 0.0, 0.0)
+            above = any(y == 1.0 for _, y in places.values())  # else it would cover the data's box
+            places["reward_model"] = (column - 0.45 if above else column, 0.0)
             column += 0.3
         if name in present:
             places[name], column = (column, 1.0), column + 1.0
+    if "reward_model" in places:  # without a policy the next box would cover it
+        column = max(column, places["reward_model"][0] + 1.0)
     if "evaluate" in present:
         places["evaluate"], column = (column, 0.5), column + 1.0
     if "analyze" in present:

@@ -1,10 +1,13 @@
 """Arrows of the figure: data flow between the stages of the run."""
 
+import itertools
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from flows.runtime.dag_figure import _arrows, _pixels, _places, draw_pipeline
+from flows.runtime import dag_figure
+from flows.runtime.dag_figure import _BOX, _arrows, _pixels, _places, draw_pipeline
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,16 @@ def test_columns_follow_from_the_stages_that_ran():
     assert len(set(places.values())) == len(places)
 
 
+def test_no_box_covers_another_whatever_ran():
+    """The reward model's covered that of the data without SFT, and the evaluation's without a policy."""
+    names = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "export", "promote"]
+    for present in itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(2, 9)):
+        _, centres = _pixels(_places(present))
+        for one, other in itertools.combinations(present, 2):
+            apart = [abs(a - b) for a, b in zip(centres[one], centres[other], strict=True)]
+            assert apart[0] >= _BOX[0] or apart[1] >= _BOX[1], (present, one, other)
+
+
 def row(stage, *, cached=False, **numbers):
     return {"stage": stage, "cached": cached, "seconds": 3.0, **numbers}
 
@@ -67,6 +80,18 @@ def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(
     for x, y in centres.values():
         assert dark[round(y) - 46 : round(y) - 26, round(x) - 60 : round(x) + 60].any()  # its name
         assert dark[round(y) + 5 : round(y) + 35, round(x) - 60 : round(x) + 60].any()  # its numbers
+
+
+@pytest.mark.parametrize("own", ["judge_answers_by_their_rubric", "s" * 60, "评估_" * 15])
+def test_the_name_of_a_stage_of_ones_own_stays_in_its_box(tmp_path, monkeypatch, own):
+    monkeypatch.setattr(dag_figure, "names", lambda: ("prepare_data", "reward_model", own))
+    path = draw_pipeline([row("prepare_data"), row(own)], tmp_path / "run.png")
+    dark = np.asarray(Image.open(path).convert("RGB")).max(axis=2) < 60
+    _, centres = _pixels(_places(["prepare_data", own]))
+    x, y = (round(value) for value in centres[own])
+    (columns,) = dark[y - 46 : y - 26].any(axis=0).nonzero()
+    columns = columns[columns > x - _BOX[0]]  # of this box's name
+    assert x - 100 <= columns.min() < x - 60 and x + 60 < columns.max() <= x + 100
 
 
 def test_a_run_without_a_stage_of_the_dag_has_an_empty_figure(tmp_path):
