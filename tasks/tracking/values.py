@@ -118,7 +118,8 @@ def environment_freeze() -> str:
 
 def _named(distribution: metadata.Distribution) -> str:
     """`name==version`; "" where there is no name. `distribution.metadata` parses the whole description for it."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))  # the last: an .egg-info that is a file
+    text = next(filter(None, texts), "")
     head = text.partition("\n\n")[0]
     found = {key: re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", head, re.M) for key in ("Name", "Version")}
     name, version = ((one[1] if one else "") for one in found.values())

@@ -80,6 +80,13 @@ def test_the_environment_names_every_distribution():
     assert set(text.splitlines()[1:]) == found and any(line.startswith("torch==") for line in found)
 
 
+def test_a_distribution_whose_egg_info_is_a_file_is_named(tmp_path, monkeypatch):
+    """As Debian installs some; `pip freeze` lists them."""
+    (tmp_path / "ufw-0.36.2.egg-info").write_text("Metadata-Version: 1.1\nName: ufw\nVersion: 0.36.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "ufw==0.36.2" in environment_freeze.__wrapped__().splitlines()
+
+
 def test_pins_leave_local_build_labels_and_absent_packages_out():
     (pin,) = pinned("torch", "no-such-distribution")
     assert pin.startswith("torch==") and "+" not in pin
