@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.runtime import prefect_access
-from flows.runtime.prefect_database import keep_tables, migration_environment, start_from_tables
+from flows.runtime.prefect_database import database_of, keep_tables, migration_environment, start_from_tables
 from flows.runtime.prefect_home import embedded_access, prefect_environment
 from rl_core.errors import BackendError
 from rl_core.storage.faults import fault
@@ -42,9 +42,14 @@ __all__ = [
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LEAST_BYTES = 5_000_000  # of Prefect's database and its log
-PORT_TAKEN = 3  # exit code of uvicorn
+PORT_TAKEN = 3  # exit code of uvicorn; of a server that cannot open its database, too
+OTHER_PORTS = 2  # tried where one was taken
 # Prefect's own marks of a server that a client started: no pages, no services that only a shared server needs
 _EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+
+
+class _Ended(Exception):
+    """The server's process ended before it answered."""
 
 
 class _ServerProcess:
@@ -76,18 +81,19 @@ class _ServerProcess:
         )  # fmt: skip
 
     def wait(self, limit: float) -> None:
-        """Wait until the server answers. Raises: RuntimeError."""
+        """Wait until the server answers. Raises: RuntimeError; _Ended."""
         import httpx
 
-        end = time.monotonic() + limit
+        end, restarts = time.monotonic() + limit, 0
         with httpx.Client(trust_env=False, verify=False) as client:  # on loopback: no proxy between us, no certificate
             while time.monotonic() < end:
                 code = self.process.poll()
-                if code == PORT_TAKEN:
+                if code == PORT_TAKEN and restarts < OTHER_PORTS:
+                    restarts += 1
                     self.port = _free_port()
                     self.process = self._start()
                 elif code is not None:
-                    raise RuntimeError(f"The server exited with code {code}.")
+                    raise _Ended(f"it exited with code {code}")
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(f"{self.url}/health").status_code == 200:
                         return
@@ -159,8 +165,10 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     _refuse_full_disk(settings.home)
     fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
-    start_from_tables(settings.home)
-    server = _begun or _ServerProcess(settings.to_environment_variables(exclude_unset=True), settings.home)
+    given = settings.to_environment_variables(exclude_unset=True)
+    environment = {**os.environ, **given}  # a profile may name another database than that of the home
+    start_from_tables(settings.home, environment)
+    server = _begun or _ServerProcess(given, settings.home)
     _begun = None
     if meanwhile is not None:
         try:
@@ -171,10 +179,17 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     try:
         server.wait(limit)
         fault("prefect.started")
-        keep_tables(settings.home)
+        keep_tables(settings.home, environment)
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise
+    except _Ended as error:
+        raise BackendError(
+            f"Prefect's embedded server did not start: {error}. Its database, {database_of(settings.home)}, has to be "
+            "writable; where a newer version of Prefect wrote it, or it is damaged, move it away: it holds Prefect's "
+            "pages of earlier runs, neither stages nor metrics. To see the server's own words, set "
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL=ERROR"
+        ) from error
     except Exception as error:  # RuntimeError, or any client error while the server is starting
         server.stop()
         raise BackendError(

@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 from helpers import ROOT
+from helpers.prefect_tables import migrated
 from rich.console import Console
 
 from flows.runtime import embedded_server
@@ -50,6 +51,65 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
     if said is BackendError:
         assert str(caught.value).startswith("Prefect's embedded server did not start")
         assert str(error) in str(caught.value) and "PREFECT_API_URL=" in str(caught.value)
+
+
+def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch, tmp_path):
+    """uvicorn's exit code of a taken port is that of a database that it cannot open, too."""
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+        temporary_settings,
+    )
+
+    started = []
+
+    def ends():
+        def popen(command, **options):
+            started.append(command)
+            return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({embedded_server.PORT_TAKEN})"])
+
+        return popen
+
+    monkeypatch.setattr(embedded_server, "own_session", ends)
+    ephemeral = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path}
+    with temporary_settings(ephemeral, restore_defaults={PREFECT_API_URL}), pytest.raises(BackendError) as caught:
+        embedded_server.start_embedded_server()
+    assert len(started) == 3 and len({command[command.index("--port") + 1] for command in started}) == 3
+    assert "exited with code 3" in str(caught.value) and f"{tmp_path}/prefect.db" in str(caught.value)
+    assert "busy" not in str(caught.value)
+
+
+def test_the_tables_of_a_home_are_not_kept_where_a_profile_names_another_database(monkeypatch, tmp_path):
+    """An old database in that home was taken for the newest tables, and new folders began with it, unmigrated."""
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+        PREFECT_SERVER_DATABASE_CONNECTION_URL,
+        temporary_settings,
+    )
+
+    class Starting:
+        def __init__(self, given, home):
+            pass
+
+        def wait(self, limit):
+            pass
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(embedded_server, "_ServerProcess", Starting)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    migrated(tmp_path / "home")
+    of_home = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path / "home"}
+    elsewhere = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{tmp_path}/other.db"}
+    for settings, kept in (({**of_home, **elsewhere}, False), (of_home, True)):
+        with temporary_settings(settings, restore_defaults={PREFECT_API_URL}):
+            embedded_server.start_embedded_server()
+            embedded_server.stop_embedded_server()
+        assert (tmp_path / "cache").exists() == kept
 
 
 def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is_waited_for(monkeypatch):
