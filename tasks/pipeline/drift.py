@@ -136,9 +136,16 @@ def _known(folder: Path) -> list[dict[str, Any]]:
         return []
     begun = [stage.conditions for stage in unfinished(folder, with_aside=True) if stage.conditions]
     finished = [path for path in folder.iterdir() if path.is_dir() and "." not in path.name]
-    finished.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)  # of those of one second
+    finished.sort(key=_changed_at, reverse=True)  # of those of one second
     known = [*begun, *filter(None, map(finished_conditions, finished))]
     return sorted(known, key=lambda conditions: str(conditions.get("time", "")), reverse=True)
+
+
+def _changed_at(path: Path) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:  # a run has just set it aside
+        return 0
 
 
 def _differences(

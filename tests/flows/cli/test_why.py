@@ -127,3 +127,18 @@ def test_a_stage_that_the_settings_lack_is_refused(tmp_path):
     without = dataclasses.replace(settings, stages=dataclasses.replace(settings.stages, preference=None))
     with pytest.raises(SettingsError, match="t: has no stage 'preference', only sft"):
         explain(without, "preference")
+
+
+def test_a_result_that_a_run_sets_aside_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    aside, kept = (Path(play(tmp_path, lambda context: {}, learning_rate=rate).folder) for rate in (1e-3, 2e-3))
+    is_dir = Path.is_dir
+
+    def set_aside_since(path):
+        found = is_dir(path)
+        if path == aside and found:
+            path.rename(path.with_name(f"{path.name}.corrupt"))
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", set_aside_since)
+    found = newest_conditions(kept.parent)
+    assert found["key"] == kept.name and not aside.exists()
