@@ -151,7 +151,7 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     meanwhile: called once it is on its way, before it is waited for; not where there is nothing to wait for.
     In its own session it lives until we end, and on Linux no longer, even if we are killed; Ctrl-C does not reach it,
     so that the run can still report that it was stopped.
-    Raises: BackendError if it does not answer in time.
+    Raises: BackendError if it does not answer in time, ends by itself, or neither it nor another one is allowed.
     """
     global _server, _begun
     from prefect.settings import get_current_settings
@@ -159,6 +159,11 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     settings = get_current_settings()
     if settings.api.url is not None or not settings.server.ephemeral.enabled:
         stop_embedded_server()
+        if settings.api.url is None:
+            raise BackendError(
+                "Prefect is set to start no server of its own, and no other is named: set PREFECT_API_URL, or "
+                f"PREFECT_SERVER_EPHEMERAL_ENABLED=true, here or in your profile ({settings.profiles_path})"
+            )
         return
     if _server is not None and _server.process.poll() is None:
         return

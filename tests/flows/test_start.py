@@ -80,6 +80,17 @@ def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch
     assert "busy" not in str(caught.value)
 
 
+def test_no_server_of_ones_own_and_no_other_one_is_said():
+    """It ended in Prefect's traceback, "No Prefect API URL provided"."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(BackendError, match="set PREFECT_API_URL, or PREFECT_SERVER_EPHEMERAL_ENABLED=true"),
+    ):
+        embedded_server.start_embedded_server()
+
+
 def test_the_tables_of_a_home_are_not_kept_where_a_profile_names_another_database(monkeypatch, tmp_path):
     """An old database in that home was taken for the newest tables, and new folders began with it, unmigrated."""
     from prefect.settings import (
