@@ -44,7 +44,7 @@ def _resources(arguments: argparse.Namespace) -> int:
     if arguments.machine is not None:
         from flows.runtime.settings_files import read_settings_file
 
-        machine, _ = read_settings_file(MachineSettings, arguments.machine, shipped_name=arguments.machine)
+        machine, _ = read_settings_file(MachineSettings, arguments.machine)
     if isinstance(arguments.gpus, int):
         raise SettingsError(f"--gpus: {arguments.gpus} of which kind? Write {arguments.gpus}xH200 (or add --simulate)")
     gpus = None if arguments.gpus is None else target_gpus(arguments.gpus)
@@ -163,7 +163,7 @@ def _rates(settings: PipelineSettings, arguments: argparse.Namespace) -> tuple[C
     if arguments.rates is not None:
         from flows.runtime.settings_files import read_settings_file
 
-        found, _ = read_settings_file(ClusterRates, arguments.rates, shipped_name=arguments.rates)
+        found, _ = read_settings_file(ClusterRates, arguments.rates)
         return found, str(arguments.rates)
     from tasks.tracking.journal import read_metrics
 

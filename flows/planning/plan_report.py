@@ -69,9 +69,10 @@ def plan_table(found: Sequence[ComparedLayout], title: str, width: int | None = 
         )
     if crowded := [one for one in found if one.run.layout.workers > one.run.layout.most_groups]:
         least = min(crowded, key=lambda one: one.run.layout.most_groups).run.layout
+        verb = "is" if least.most_groups == 1 else "are"
         lines.append(
-            f"{counted(least.most_groups, 'group')} of rollouts at once, at max_staleness {least.max_staleness}, are "
-            f"all that {least.workers} workers share: a group is played by one of them, the others wait"
+            f"{counted(least.most_groups, 'group')} of rollouts at once, at max_staleness {least.max_staleness}, "
+            f"{verb} all that {least.workers} workers share: a group is played by one of them, the others wait"
         )
     return "\n".join(lines)
 

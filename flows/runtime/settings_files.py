@@ -20,16 +20,16 @@ S = TypeVar("S", bound=Settings)
 
 
 def read_settings_file(
-    kind: type[S], path: str | Path, overrides: Iterable[str] = (), *, shipped_name: str
+    kind: type[S], path: str | Path, overrides: Iterable[str] = (), *, shipped_name: str = ""
 ) -> tuple[S, Path]:
     """Settings of a file, or of the shipped one of that name, and the file's folder.
 
     Args:
-        shipped_name: the shipped file of this kind, for the error of a missing one.
+        shipped_name: the shipped file of this kind, for the error of a missing one; "" = there is none.
     Raises: ConfigError with every problem.
     """
     path = find_config(path)
-    document = read_yaml(path, (shipped_name,))
+    document = read_yaml(path, (shipped_name,) if shipped_name else ())
     places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     settings, found = read(kind, document.data)

@@ -72,11 +72,12 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     Raises: SettingsError for a name that is not known, or no such form.
     """
     found = re.fullmatch(r"(?:(\d{1,5})x)?([A-Za-z][A-Za-z0-9 _-]*)", text.strip())
-    if found is None or found[1] == "0":
+    if found is None or not int(found[1] or 1):
         raise SettingsError(f"--gpus: {text!r} is no number and kind of GPU; write 8xH200, or H100 for one")
     name = _KEYS.get(re.sub(r"[ _-]", "", found[2]).lower())
     if name is None:
+        near, everything = nearest(found[2], GPUS), f"known: {', '.join(sorted(GPUS))}"
         raise SettingsError(
-            f"--gpus: no GPU {found[2]!r} is known; {nearest(found[2], GPUS)} (known: {', '.join(GPUS)})"
+            f"--gpus: no GPU {found[2]!r} is known; {near}{'' if near == everything else f' ({everything})'}"
         )
     return int(found[1] or 1), GPUS[name]

@@ -100,7 +100,7 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
         stems = {Path(item).stem: item for item in found}
         if match := get_close_matches(path.stem, stems, n=1, cutoff=0.6):
             near = f"; did you mean '{path.parent / stems[match[0]]}'?"
-        if path.name == name and not path.suffix:
+        if path.name == name and not path.suffix and shipped_names:
             near = f", and no shipped config; these are shipped: {', '.join(shipped_names)}{near}"
             if match := get_close_matches(name, [*shipped_names, *found], n=1, cutoff=0.6):
                 near = f", and no shipped config; did you mean '{match[0]}'?"

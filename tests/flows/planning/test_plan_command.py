@@ -109,6 +109,9 @@ def test_groups_that_are_played_again_are_told(folder, capsys):
 def test_workers_without_a_group_are_told(folder, capsys):
     text = planned(capsys, "--rates", "rates.yaml", "--workers", "5,8", "--staleness", "0,1")
     assert "4 groups of rollouts at once, at max_staleness 0, are all that 5 workers share" in text
+    one = ("--set", "stages.policy.prompts_per_iteration=1")
+    text = planned(capsys, "--rates", "rates.yaml", "--workers", "5", "--staleness", "0", *one)
+    assert "1 group of rollouts at once, at max_staleness 0, is all that 5 workers share" in text
 
 
 def test_a_plan_without_a_policy_or_a_kind_is_refused(folder, capsys):

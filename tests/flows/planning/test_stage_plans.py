@@ -373,7 +373,10 @@ def test_the_command_for_programs(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "8xH900"], r"--gpus: no GPU 'H900' is known; .*known: A100"),
+        (["--gpus", "8xH900"], r"--gpus: no GPU 'H900' is known; did you mean .* \(known: A10, A100"),
+        (["--gpus", "8xFOO"], r"--gpus: no GPU 'FOO' is known; known: A10, [^()]*$"),
+        (["--gpus", "00xH100"], r"--gpus: '00xH100' is no number and kind of GPU"),
+        (["--machine", "nothere"], r"nothere: no such file; [^;]*$"),
         (["--gpus", "8"], "--gpus: 8 of which kind"),
         (["--gpus", "0xH100"], "write 8xH200"),
         (["--machine", "none.yaml"], "none.yaml"),
