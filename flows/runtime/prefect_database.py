@@ -21,7 +21,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.own_files import cache_folder
 from rl_core.storage.single_files import adopt, make_folder, temporary_beside
 
-__all__ = ["keep_tables", "migration_environment", "start_from_tables"]
+__all__ = ["database_of", "keep_tables", "migration_environment", "start_from_tables"]
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +45,9 @@ def start_from_tables(home: Path, environment: Mapping[str, str] = os.environ) -
             try:
                 shutil.copyfile(kept, copy)
                 fault("prefect.copied")
-                if path.exists():  # another run was faster
-                    return False
-                adopt(copy, path)
+                return adopt(copy, path, once=True)  # False = another run was faster
             finally:
                 copy.unlink(missing_ok=True)
-        return True
     except (OSError, PosttrainError) as error:
         log.debug("Prefect makes its own tables: %s", error)
         return False

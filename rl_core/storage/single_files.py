@@ -236,14 +236,22 @@ def create_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
     return True
 
 
-def adopt(made: Path, path: Path) -> None:
-    """Rename a file that a library or a compiler wrote; its bytes are on the disk first. Raises: CheckpointError."""
+def adopt(made: Path, path: Path, *, once: bool = False) -> bool:
+    """Rename a file that a library or a compiler wrote; its bytes are on the disk first.
+
+    Args:
+        once: True = a second name, and never that of a file that is there: then False is returned.
+    Raises: CheckpointError.
+    """
     try:
         sync(made)
-        os.replace(made, path)
+        (os.link if once else os.replace)(made, path)
         sync(path.parent)
+    except FileExistsError:
+        return False
     except OSError as error:
         raise refused(path, error) from error
+    return True
 
 
 def copy_tree(source: Path, target: Path) -> None:

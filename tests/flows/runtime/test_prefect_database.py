@@ -10,6 +10,7 @@ import pytest
 from helpers.prefect_tables import migrated, rows
 
 from flows.runtime.prefect_database import keep_tables, migration_environment, start_from_tables
+from rl_core.storage import single_files
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,21 @@ def test_another_database_is_left_to_prefect(tmp_path):
     environment = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
     assert not keep_tables(tmp_path / "one", environment)
     assert keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", environment)
+
+
+def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch):
+    migrated(tmp_path / "one")
+    assert keep_tables(tmp_path / "one", {})
+    theirs, sync = migrated(tmp_path / "theirs", "theirs"), single_files.sync
+
+    def made_meanwhile(path):
+        if path.parent == tmp_path / "two":
+            theirs.replace(tmp_path / "two/prefect.db")
+        sync(path)
+
+    monkeypatch.setattr(single_files, "sync", made_meanwhile)
+    assert not start_from_tables(tmp_path / "two", {})
+    assert rows(tmp_path / "two/prefect.db", "flow") == ["theirs"] and os.listdir(tmp_path / "two") == ["prefect.db"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\0" + b"x" * 500])
