@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -23,6 +24,7 @@ __all__ = ["ChatPrompt", "PromptMaker", "ReadAnswer"]
 
 _RENDERERS = 64  # with tools, that are kept
 _CALLS = 10_000  # answers with calls whose text is remembered
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class PromptMaker:
         return plain
 
     def token_text(self, token: int) -> str:
-        """Text of one token by itself."""
-        return str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
+        """Text of one token by itself, with U+FFFD for what is no character: bytes alone, and lone surrogates."""
+        return _SURROGATE.sub("\ufffd", str(self.renderer.tokenizer.decode([token], skip_special_tokens=False)))
 
     def read(self, text: str, tools: Toolset | None) -> ReadAnswer:
         """The calls in an answer, or its text where there is none, or none that can be made."""

@@ -90,6 +90,7 @@ void adamw_step(const Row *rows, int64_t count, const Settings *settings, int th
 }
 
 static float norm_of(const float *x, int64_t size) {
+    if (size == 1) return fabsf(*x); /* as torch: no square that is 0 or infinite */
     __m256 sums = _mm256_setzero_ps();
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -102,6 +103,12 @@ static float norm_of(const float *x, int64_t size) {
     _mm256_storeu_ps(parts, sums);
     sum = parts[0];
     for (int n = 1; n < LANES; n++) sum += parts[n];
+    if (i + LANES / 2 <= size) /* torch squares these four together, and the rest one by one */
+        for (int n = 0; n < LANES / 2; n++, i++) {
+            float square = x[i] * x[i];
+            APART(square);
+            sum += square;
+        }
     for (; i < size; i++) sum = fmaf(x[i], x[i], sum);
     return sqrtf(sum);
 }

@@ -107,10 +107,13 @@ class SlotPrompts:
         """By compiled code: prompts of any lengths in one pass, without padding."""
         for reading in readings:
             self._counts[reading.slot] = 0  # until it is read
-        copied = [reading for reading in readings if reading.common and reading.source != reading.slot]
-        if copied:  # all are read before any is written
-            sources, targets = (torch.tensor([getattr(r, side) for r in copied]) for side in ("source", "slot"))
-            self._decoder.move(sources, targets, max(reading.common for reading in copied))
+        parts: dict[tuple[int, int], list[int]] = {}  # slot and number of its tokens -> slots that get them
+        for reading in readings:
+            if reading.common and reading.source != reading.slot:
+                parts.setdefault((reading.source, reading.common), []).append(reading.slot)
+        taken = [self._decoder.taken(*part) for part in parts]  # all are read before any is written
+        for slots, kv in zip(parts.values(), taken, strict=True):
+            self._decoder.fill(torch.tensor(slots), kv, torch.zeros(len(slots), dtype=torch.int64))
         rest = [reading for reading in readings if reading.end > reading.common]
         lengths = [reading.end - reading.common for reading in rest]
 

@@ -55,6 +55,16 @@ def test_an_answer_is_the_offline_engines(served):
     assert found["usage"]["prompt_tokens"] == len(expected.prompt_ids)
 
 
+def test_log_probabilities_of_tokens_that_decode_to_lone_surrogates(served, monkeypatch):
+    """Of a tokenizer in Python: such a token is no text alone, as one of some bytes of a character."""
+    tokenizer = served.server.model.renderer.tokenizer
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "\xe9\ud800")
+    choice = served.chat("row 2", seed=5, max_tokens=3, logprobs=True, top_logprobs=1)["choices"][0]
+    assert set(choice["message"]["content"]) == {"\xe9", "?"}
+    for token in choice["logprobs"]["content"]:
+        assert token["token"] == token["top_logprobs"][0]["token"] == "\xe9\ufffd" and token["bytes"] is None
+
+
 @pytest.mark.parametrize("temperature", [0, 1, 0.6])
 def test_a_stream_says_what_a_whole_answer_says(served, temperature):
     asked = dict(seed=3, max_completion_tokens=40, temperature=temperature, n=3)

@@ -129,6 +129,21 @@ def test_a_common_beginning_is_copied(monkeypatch):
         assert torch.equal(decoder.taken(slot, count), decoder.taken(copied, count))
 
 
+def test_no_more_is_copied_than_a_prompt_has_in_common(monkeypatch):
+    """Short prompts beside a long one, which all begin alike: as many tokens as each has from another slot."""
+    decoder = compiled(make_model("llama", head_dim=16))
+    prompts, long, copied, move, fill = prompts_of(decoder), PROMPTS[5], [], decoder.move, decoder.fill
+    prompts.read([0], [long], 100)
+    monkeypatch.setattr(decoder, "move", lambda *a: copied.append(len(a[1]) * a[2]) or move(*a))
+    monkeypatch.setattr(decoder, "fill", lambda *a: copied.append(len(a[0]) * a[1].shape[4]) or fill(*a))
+    short = [[*long[:2], 60 - n, 7, 8] for n in range(5)]
+    prompts.read(range(1, 8), [*short, [*long, 9, 9], [*long, 3]], 100)
+    assert sum(copied) == 5 * 2 + 2 * 40
+    for slot, prompt in enumerate([*short, [*long, 9, 9], [*long, 3]], 1):
+        prompts_of(decoder).read([9], [prompt], 100)
+        assert torch.equal(decoder.taken(slot, len(prompt) - 1), decoder.taken(9, len(prompt) - 1))
+
+
 def answered(slots, requests):
     """Tokens and bits of log-probabilities of requests, one admitted after each step."""
     waiting = list(requests)

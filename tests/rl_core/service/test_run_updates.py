@@ -217,3 +217,21 @@ def test_compiled_steps_and_norms_are_torchs(threads):
                 assert torch.allclose(mine[index], torchs[index], rtol=1e-6, atol=1e-7)
             if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where torch's own order is known
                 assert bits([mine[i] for i in (0, 2, 3, 4)]) == bits([torchs[i] for i in (0, 2, 3, 4)])
+
+
+@needs_compiled_steps
+def test_compiled_norms_are_torchs_for_every_rest_beyond_whole_vectors():
+    """Of one tensor in each run, and of so many in one run; also where the square of a number is 0 or infinite."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, generator=generator) for n in (*range(1, 40), 4096 + 12) for _ in range(9)]
+    tensors += [torch.tensor([1e-30]), torch.tensor([-1e30])]
+    runs = [[tensor] for tensor in tensors] + [tensors[9 * count : 10 * count] for count in range(2, 24)]
+    rows = []
+    for gradients in runs:
+        named = {str(number): torch.zeros_like(part) for number, part in enumerate(gradients)}
+        states = {one: dict(exp_avg=one, exp_avg_sq=one, step=torch.tensor(1.0)) for one in named.values()}
+        rows.append(adamw.AdamwRows(named, states).of(list(named), [part.data_ptr() for part in gradients]))
+    found, expected = adamw.load().norms(rows).tolist(), [float(total_norm(gradients)) for gradients in runs]
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where torch's own order is known
+        assert found == expected
