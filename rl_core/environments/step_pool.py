@@ -167,7 +167,9 @@ class NewContext:
     """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
 
     ids: list[int]  # the prompt, up to the header of the next action
-    limit: int  # longest that this context may become, in tokens; more than the prompt has
+    # longest that this context may become, in tokens: more than the prompt has, and by no more than the sequence may
+    # still sample of its max_completion_tokens, which count the tokens of all its contexts
+    limit: int
 
 
 Observation = list[int] | NewContext | None  # tokens to append; None = the episode is over

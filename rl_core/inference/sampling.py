@@ -229,12 +229,15 @@ def check_logprob(logprob: float, index: int, dtype: torch.dtype) -> None:
         )
 
 
-def check_observation(observation: list[int] | NewContext, room: int, context: int, hit_limit: bool) -> None:
+def check_observation(
+    observation: list[int] | NewContext, room: int, context: int, hit_limit: bool, draws: int
+) -> None:
     """DataError when a sequence goes on where it has to end.
 
     Args:
         room: tokens left before the limit.
         context: tokens that a context of this sequence may have.
+        draws: tokens that may still be sampled, in all contexts together.
     """
     if hit_limit:
         raise DataError("a sequence that hit its limit answered with an observation; it has to end")
@@ -243,6 +246,11 @@ def check_observation(observation: list[int] | NewContext, room: int, context: i
             raise DataError(
                 f"a context of {len(observation.ids)} tokens cannot go on to {observation.limit} where "
                 f"{context} tokens fit"
+            )
+        if observation.limit - len(observation.ids) > draws:
+            raise DataError(
+                f"a context of {len(observation.ids)} tokens cannot go on to {observation.limit} where {draws} more "
+                "tokens may be sampled: max_completion_tokens counts those of all contexts"
             )
         return
     if not 0 < len(observation) < room:

@@ -229,11 +229,13 @@ class SlotTable(ABC):
 
     def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
         """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
-        if observation is None:
+        sequence = self._sequences[slot]
+        if observation is None or sequence is None:
             self._sequences[slot] = None
             return False
-        room = int(self._limit[slot] - self._length[slot]) - 1
-        check_observation(observation, room, int(self._context[slot]), hit_limit)
+        room, context = int(self._limit[slot] - self._length[slot]) - 1, int(self._context[slot])
+        draws = context - len(sequence.prompt_ids) - int(self._sampled[slot])
+        check_observation(observation, room, context, hit_limit, draws)
         if isinstance(observation, NewContext):
             ids = observation.ids
             self._to_append[slot] = ids[:-1]

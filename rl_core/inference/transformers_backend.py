@@ -213,7 +213,8 @@ class BackendRow:
         """Take what came back; False = the sequence has ended."""
         if observation is None:
             return False
-        check_observation(observation, self.limit - len(self.ids), self._context, self._hit_limit)
+        draws = len(self._uniforms) - self.num_sampled
+        check_observation(observation, self.limit - len(self.ids), self._context, self._hit_limit, draws)
         if isinstance(observation, NewContext):
             self.ids, self.limit = list(observation.ids), observation.limit
         else:

@@ -338,6 +338,35 @@ def test_states_of_a_turn_are_those_of_its_context(words, played):
     assert torch.allclose(states.actions_NH[-1], hidden_SH[-count:].mean(0), atol=1e-4)
 
 
+class Forgetful:
+    """A sequence that begins anew after each action, and would take all of its tokens again."""
+
+    prompt_ids, seed = [1, 2, 3], 5
+
+    def __init__(self, limit):
+        self.actions, self._limit = [], limit
+
+    def advance(self, action_ids, logprobs, hit_limit):
+        self.actions.append(action_ids)
+        left = self._limit - sum(map(len, self.actions))
+        return None if hit_limit or left < 1 else NewContext([1], 1 + (left if len(self.actions) < 3 else 40))
+
+    def should_stop(self, action_ids):
+        return False
+
+
+@pytest.mark.parametrize("kind", ["engine", "transformers"])
+def test_contexts_together_sample_no_more_than_the_sequence_may(words, kind):
+    """Beyond its random numbers a sequence drew zeros, or those of another one."""
+    options = dict(eos_ids=range(0, len(words), 2), pad_id=0, max_length=64)
+    model = llama(words)
+    backend = make_backend(model, **options) if kind == "engine" else TransformersBackend(model, **options)
+    sequence = Forgetful(40)
+    with pytest.raises(DataError, match=r"cannot go on to 41 where \d+ more tokens may be sampled"):
+        backend.run([sequence], SamplingSettings(max_completion_tokens=40, temperature=1.0))
+    assert len(sequence.actions) == 3
+
+
 def test_what_reads_one_sequence_refuses_several(played):
     several = next(r for r in played if r.context_starts)
     one = replace(several, context_starts=[])
@@ -353,10 +382,10 @@ def test_what_reads_one_sequence_refuses_several(played):
 
 
 def test_a_context_that_cannot_go_on_is_refused():
-    check_observation(NewContext([1, 2], 3), room=1, context=3, hit_limit=False)
-    for ids, limit in (([], 3), ([1, 2, 3], 3), ([1, 2], 4)):
+    check_observation(NewContext([1, 2], 3), room=1, context=3, hit_limit=False, draws=1)
+    for ids, limit, draws in (([], 3, 3), ([1, 2, 3], 3, 3), ([1, 2], 4, 3), ([1], 3, 1)):
         with pytest.raises(DataError, match=r"cannot go on to"):
-            check_observation(NewContext(ids, limit), room=9, context=3, hit_limit=False)
+            check_observation(NewContext(ids, limit), room=9, context=3, hit_limit=False, draws=draws)
     trajectory = Trajectory("e", "l", "k", 0, "", "")
     wrong = Rollout([1], [2, 3], [True, True], [0.0, 0.0], trajectory, context_starts=[2])
     with pytest.raises(DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"):
