@@ -59,6 +59,12 @@ class RunGradient(Mapping[str, torch.Tensor]):
             found = [place for place, name in zip(found, self.layout.names, strict=True) if name not in self.missing]
         return found + [part.data_ptr() for part in self.loose.values()]
 
+    def apart(self) -> RunGradient:
+        """The same in memory of its own: a part of a pass's tensor would keep the gradients of all its runs."""
+        if self.flat.untyped_storage().nbytes() == self.flat.nbytes:
+            return self
+        return RunGradient(self.layout, self.flat.clone(), self.missing, self.loose)
+
 
 def added(sum_: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """The sum of two gradients of a run; what only one of them has is that one's."""

@@ -111,7 +111,8 @@ class TrainingRun:
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""
-        self.gradient = added(self.gradient, gradient)
+        sum_ = added(self.gradient, gradient)
+        self.gradient = sum_.apart() if isinstance(sum_, RunGradient) else sum_
 
     def gradient_of(
         self, flat: torch.Tensor, layers: Collection[str], others: Mapping[str, torch.Tensor]

@@ -255,3 +255,13 @@ def test_a_whole_model_is_trained_beside_adapters(base_folder):
     assert second.loss < first.loss
     assert bits(engine.state_dict("a")["model"]) == before
     assert bits(dict(engine._base("base").model.state_dict())) == base
+
+
+@needs_compiled_code
+def test_a_gradient_keeps_no_memory_of_the_other_runs(base_folder):
+    """It was a view of the pass's tensor, which an idle run kept for good."""
+    together = engine_with(base_folder, RANKS)
+    together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
+    for run in together._runs.values():
+        parts = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in run.gradient.values()}
+        assert 0 < sum(parts.values()) <= 4 * run.num_trained
