@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.runtime.status_line import StatusLine
 from rl_core.errors import SettingsError
 
 __all__ = ["DEFAULT_FILE", "calibrate_machine"]
@@ -35,8 +37,10 @@ def calibrate_machine(path: Path, *, as_json: bool, clock: Clock = time.perf_cou
     from rl_core.storage.single_files import write_text_atomic
     from tasks.config import resolve
 
-    began = time.monotonic()
-    machine = calibrate(_processor(), pipeline_imports=_PIPELINE, clock=clock)
+    began, progress = time.monotonic(), StatusLine(sys.stderr)
+    progress.line(f"measuring {_processor()}, which takes about a minute where nothing else runs")
+    machine = calibrate(_processor(), pipeline_imports=_PIPELINE, clock=clock, progress=progress)
+    progress.clear()
     values = resolve(machine)
     head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
     write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

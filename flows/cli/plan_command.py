@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
+from flows.runtime.status_line import StatusLine
 from flows.runtime.visible import visible
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
@@ -102,13 +104,17 @@ def _simulate(arguments: argparse.Namespace) -> int:
     rates, source = _rates(settings, arguments)
     bounds = tuple(dict.fromkeys(arguments.staleness or _BOUNDS))
     iterations = _iterations(arguments.iterations, max(bounds))
+    progress = StatusLine(sys.stderr)
     if arguments.gpus is not None:
-        found = compare_shares(layout, rates, arguments.gpus, staleness=bounds, iterations=iterations)
+        found = compare_shares(
+            layout, rates, arguments.gpus, staleness=bounds, iterations=iterations, progress=progress
+        )
         what = f"{arguments.gpus} GPUs"
     else:
         workers = tuple(dict.fromkeys(arguments.workers or _WORKERS))
-        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations)
+        found = compare_workers(layout, rates, workers, staleness=bounds, iterations=iterations, progress=progress)
         what = f"{counted(workers[0], 'worker')}" if len(workers) == 1 else f"{len(workers)} numbers of workers"
+    progress.clear()
     if arguments.json or arguments.format == "json":
         print(json.dumps({"rates": source, "layouts": plan_rows(found)}, indent=2))
         return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
@@ -12,6 +12,7 @@ from rl_core.settings.cluster_rates import ClusterRates
 
 __all__ = ["ComparedLayout", "SHARES", "compare_shares", "compare_workers", "split"]
 
+Progress = Callable[[str], None]
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the GPUs that play rollouts
 
 
@@ -39,6 +40,7 @@ def split(gpus: int, share: float) -> tuple[int, int]:
 def compare_shares(
     layout: ClusterLayout, rates: ClusterRates, gpus: int, *, staleness: Sequence[int],
     shares: Sequence[float] = SHARES, sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
+    progress: Progress | None = None,
 ) -> list[ComparedLayout]:  # fmt: skip
     """Every share of the GPUs with every bound, beside all GPUs in turns: rollouts on all of them, then the update.
 
@@ -48,28 +50,33 @@ def compare_shares(
     """
     splits = dict.fromkeys(split(gpus, share) for share in shares)
     together = layout.changed(workers=gpus, trainers=gpus, max_staleness=0, shares_gpus=True, tasks_each=1)
-    baseline = simulate(together, rates, sizes, iterations=iterations, seed=seed)
-    found = [ComparedLayout(baseline, baseline)]
+    layouts = [together]
     for workers, trainers in splits:
         for bound in staleness:
             one = layout.changed(workers=workers, trainers=trainers, max_staleness=bound, shares_gpus=False)
-            if not bound:
-                one = one.changed(tasks_each=1)
-            found.append(ComparedLayout(simulate(one, rates, sizes, iterations=iterations, seed=seed), baseline))
-    return found
+            layouts.append(one if bound else one.changed(tasks_each=1))
+    return _beside(together, layouts, rates, sizes, iterations, seed, progress)
 
 
 def compare_workers(
     layout: ClusterLayout, rates: ClusterRates, workers: Sequence[int], *, staleness: Sequence[int],
-    sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0,
+    sizes: RolloutSizes | None = None, iterations: int = 12, seed: int = 0, progress: Progress | None = None,
 ) -> list[ComparedLayout]:  # fmt: skip
     """Every number of workers with every bound, beside the synchronous run of the fewest workers."""
     first = layout.changed(workers=min(workers), max_staleness=0)
-    baseline = simulate(first, rates, sizes, iterations=iterations, seed=seed)
-    found = []
-    for count in workers:
-        for bound in staleness:
-            one = layout.changed(workers=count, max_staleness=bound)
-            run = baseline if one == first else simulate(one, rates, sizes, iterations=iterations, seed=seed)
-            found.append(ComparedLayout(run, baseline))
-    return found
+    layouts = [layout.changed(workers=count, max_staleness=bound) for count in workers for bound in staleness]
+    return _beside(first, layouts, rates, sizes, iterations, seed, progress)
+
+
+def _beside(
+    first: ClusterLayout, layouts: Sequence[ClusterLayout], rates: ClusterRates, sizes: RolloutSizes | None,
+    iterations: int, seed: int, progress: Progress | None,
+) -> list[ComparedLayout]:  # fmt: skip
+    """Every layout simulated, beside the first one. Args: progress: told before each simulation."""
+    runs: dict[ClusterLayout, SimulatedRun] = {}
+    every = list(dict.fromkeys([first, *layouts]))
+    for number, one in enumerate(every, 1):
+        if progress is not None:
+            progress(f"layout {number} of {len(every)}: {one.workers} workers, max_staleness {one.max_staleness}")
+        runs[one] = simulate(one, rates, sizes, iterations=iterations, seed=seed)
+    return [ComparedLayout(runs[one], runs[first]) for one in layouts]

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import random
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flows.runtime.status_line import StatusLine
 from flows.verification.differences import RunComparison, compare_runs
 from flows.verification.findings import ENVIRONMENT, ResumeFinding, explain
 from flows.verification.suspects import suspects_in
@@ -25,7 +25,6 @@ from tasks.stage_registry import names
 __all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
 
 EQUAL, DIFFERENT, REFUSED = 0, 1, 2  # exit codes
-SAY_S = 15.0  # between two progress lines where there is no terminal
 # Settings of any stage that make it short, as a proposal.
 _SHORT = {"num_demonstrations": 500, "episodes": 20, "iterations": 8, "max_steps": 30, "num_pairs": 60}
 UNSEEDED = "began with different messages"  # of the error for two episodes of one seed
@@ -50,7 +49,7 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     output = Path(settings.output).resolve()
     unused = (output / f"verify-{number}" for number in itertools.count(1))
     folder = make_folder(next(path for path in unused if not path.exists()))
-    report = _Report()
+    report = StatusLine()
     command = Command(config, [*overrides, *_own_overrides(settings)], settings.name)
     began, limit_s = time.monotonic(), plan.minutes * 60
     print(f"{settings.name}: in one piece, then {_interrupted(plan)}; at most {plan.minutes:g} min\nfiles    {folder}",
@@ -179,29 +178,3 @@ def _costs(whole: Trial, trial: Trial) -> str:
         f"({lost / max(trial.seconds, 1e-9):.1%} of all), the rest is starting and stopping"
     )
     return "\n".join(lines)
-
-
-class _Report:
-    """One line that is written over on a terminal, or a line now and then."""
-
-    def __init__(self) -> None:
-        self._live = sys.stdout.isatty()
-        self._said = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Show progress."""
-        if self._live:
-            print(f"\r\033[K{text}", end="", flush=True)
-        elif time.monotonic() - self._said > SAY_S:
-            self._said = time.monotonic()
-            print(text, flush=True)
-
-    def line(self, text: str) -> None:
-        """Print a line that stays."""
-        self.clear()
-        print(text, flush=True)
-
-    def clear(self) -> None:
-        """Remove the live line."""
-        if self._live:
-            print("\r\033[K", end="", flush=True)

@@ -58,20 +58,24 @@ Clock = Callable[[], float]
 
 
 def calibrate(
-    name: str, *, pipeline_imports: Sequence[str] = (), repeats: int = REPEATS, clock: Clock = time.perf_counter
-) -> MachineSettings:
+    name: str, *, pipeline_imports: Sequence[str] = (), repeats: int = REPEATS, clock: Clock = time.perf_counter,
+    progress: Callable[[str], None] = lambda text: None,
+) -> MachineSettings:  # fmt: skip
     """Speeds of this machine with torch's present number of threads.
 
     Args:
         name: of the processor, for people.
         pipeline_imports: modules that a pipeline's process has beside rl_core.
         clock: of seconds; with one thread, processor time leaves other work on the machine out.
+        progress: told what is measured next.
     Raises: BackendError where a process that measures memory fails.
     """
+    progress("memory of processes")
     library = process_bytes()
     pipeline = process_bytes(pipeline_imports) - library if pipeline_imports else 0
     packed, recomputed = _heap_share(library), _heap_share(library, recomputed=True)
     adapted = _heap_share(library, adapters=True)
+    progress("memory's speed")
     copy, read = _memory_speeds(repeats, clock)
     models = [(shape, _model(shape)) for shape in SHAPES]
     sizes = [shape_of(model, LENGTH) for _, model in models]
@@ -79,7 +83,8 @@ def calibrate(
     training = [_training(model) for _, model in models]
     scoring = [_scoring(model) for _, model in models]
     decoding = [_decoding(model, SLOTS) for _, model in models]
-    seconds = _in_turn([*training, *scoring, *decoding], repeats, clock)
+    seconds = _in_turn([*training, *scoring, *decoding], repeats, clock, progress)
+    progress("products of matrices")
     count = len(models)
     found: dict[str, Any] = {
         "training": [_training_speeds(*pair, copy) for pair in zip(sizes, seconds[:count], strict=True)],
@@ -219,10 +224,14 @@ def _decoding(model: PreTrainedModel, slots: int) -> Callable[[], object]:
     return lambda: engine.run([_OneTurn(seed) for seed in range(slots)], sampling)
 
 
-def _in_turn(works: Sequence[Callable[[], object]], repeats: int, clock: Clock) -> list[list[float]]:
+def _in_turn(
+    works: Sequence[Callable[[], object]], repeats: int, clock: Clock,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[list[float]]:  # fmt: skip
     """Seconds of every repeat of each; a first call of each is left out."""
     found: list[list[float]] = [[] for _ in works]
     for repeat in range(repeats + 1):
+        progress(f"speeds of models, round {repeat + 1} of {repeats + 1}")
         for work, seconds in zip(works, found, strict=True):
             began = clock()
             work()

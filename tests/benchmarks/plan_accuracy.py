@@ -4,7 +4,8 @@
 
 Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
 from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
-processor time of its steps after the first, with one thread. A finished case is DIR/cases/*.json and is not run again.
+processor time of its steps after the first, with one thread; to those of preference optimisation their share of the
+reference's log-probs is added, which the plan counts and a trainer computes before its first step. A finished case is DIR/cases/*.json and is not run again.
 The plan is made by the same functions as the command's, for a process without Prefect and MLflow; there is no loop, so
 no checkpoint either. The table goes to DIR/plan.md, and to --table FILE.
 """
@@ -227,7 +228,7 @@ def measured(name, output, options):
 
 
 def measure(case, output):
-    """Take a case's steps and print its peak memory and the median of its seconds."""
+    """Take a case's steps and print its peak memory and the median of its seconds, with the share of the reference."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print where they like
     import torch
@@ -244,6 +245,10 @@ def measure(case, output):
         if number:
             seconds.append(clock() - began)
     found = {"peak_bytes": peak_resident_bytes(), "seconds": statistics.median(seconds)}
+    if case["stage"] == "preference":
+        began = clock()
+        references(trainer.model, case)
+        found["seconds"] += (clock() - began) / STEPS
     print(json.dumps(found), file=answers, flush=True)
 
 
@@ -291,19 +296,30 @@ def reward_model(case, output):
     return RewardModelTrainer(model, inputs.PAD, sides(case, settings.batch_size * STEPS), [], settings, 0)
 
 
-def preference(case, output):
+def pairs_of(case):
     from rl_core.data.pairs import Pair, PairSide
-    from rl_core.settings import PreferenceSettings
-    from rl_core.trainers.preference import PreferenceTrainer
-
-    model, _ = loaded(case, output)
-    settings = PreferenceSettings(**case["settings"])
 
     def side(row):
         return PairSide(row[:PROMPT], row[PROMPT:], [True] * (len(row) - PROMPT))
 
-    pairs = [Pair(side(one), side(other)) for one, other in sides(case, settings.batch_size * STEPS)]
-    return PreferenceTrainer(model, inputs.PAD, pairs, [], settings, 0)
+    return [Pair(side(one), side(other)) for one, other in sides(case, case["settings"]["batch_size"] * STEPS)]
+
+
+def preference(case, output):
+    from rl_core.settings import PreferenceSettings
+    from rl_core.trainers.preference import PreferenceTrainer
+
+    model, _ = loaded(case, output)
+    return PreferenceTrainer(model, inputs.PAD, pairs_of(case), [], PreferenceSettings(**case["settings"]), 0)
+
+
+def references(model, case):
+    """Log-probs of all pairs, as the trainer computes them."""
+    from rl_core.settings import PreferenceSettings
+    from rl_core.trainers.pair_references import reference_logprobs
+
+    settings = PreferenceSettings(**case["settings"])
+    return reference_logprobs(model, pairs_of(case), pad_id=inputs.PAD, max_tokens=settings.micro_batch_tokens)
 
 
 def policy(case, output):

@@ -34,7 +34,12 @@ def small(monkeypatch):
 
 
 def test_speeds_and_memory_of_a_small_machine(small):
-    found = calibration.calibrate("a processor", pipeline_imports=("some_pipeline",), repeats=2)
+    told = []
+    found = calibration.calibrate(
+        "a processor", pipeline_imports=("some_pipeline",), repeats=2, progress=told.append
+    )  # fmt: skip
+    rounds = [f"speeds of models, round {number} of 3" for number in (1, 2, 3)]
+    assert told == ["memory of processes", "memory's speed", *rounds, "products of matrices"]
     assert [point.hidden_size for point in found.training] == [32, 64] == [one.hidden_size for one in found.decoding]
     assert all(one.slowest <= one.median <= one.fastest for one in (*found.training, *found.scoring, *found.decoding))
     assert (found.name, found.threads) == ("a processor", torch.get_num_threads())
@@ -55,9 +60,11 @@ def test_the_heap_s_share_is_what_its_process_takes_beyond_what_lives(small):
     assert calibration._heap_share(200_000_000) == 0.0  # never below
 
 
-def test_the_file_is_one_that_a_plan_reads(small, tmp_path):
+def test_the_file_is_one_that_a_plan_reads(small, tmp_path, capsys):
     path = tmp_path / "machine.yaml"
     said = calibrate_machine(path, as_json=False)
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("measuring ") and err.count("\n") == 1  # at once
     found, _ = read_settings_file(MachineSettings, path, shipped_name=str(path))
     assert found.library_bytes == 100_000_000 and [point.hidden_size for point in found.scoring] == [32, 64]
     assert re.search(r"training: .* \(32\), .* \(64\) GFLOP/s", said) and f"--machine {path}" in said

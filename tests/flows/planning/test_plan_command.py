@@ -10,6 +10,7 @@ from flows.cli.main import main
 from flows.planning.cluster_layout import ClusterLayout
 from flows.planning.cluster_study import compare_shares, compare_workers, split
 from flows.planning.measured_rates import rates_from_records
+from flows.runtime import status_line
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
 from rl_core.storage.folders import seal_folder
@@ -198,3 +199,16 @@ def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder
     assert late["iteration_seconds"] == pytest.approx(10 / 17)
     assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
     assert "17 batches begin at once" in (said := capsys.readouterr().err) and "simulate at least 83" in said
+
+
+@pytest.mark.parametrize("options", [("--workers", "1,2"), ("--gpus", "4")])
+def test_progress_is_told_beside_what_programs_read(folder, capsys, monkeypatch, options):
+    monkeypatch.setattr(status_line, "_EVERY_S", -1.0)
+    assert (
+        main(["plan", "mine.yaml", "--simulate", "--rates", "rates.yaml", *options, "--staleness", "0,1", "--json"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert json.loads(out)["layouts"] and lines[0].startswith("layout 1 of ") and "max_staleness" in lines[0]
+    assert [line.split(":")[0] for line in lines] == [f"layout {n + 1} of {len(lines)}" for n in range(len(lines))]

@@ -242,7 +242,7 @@ def test_a_pipeline_of_ones_own(tmp_path, posttrain, edit, code, said):
 def test_slices_of_a_pipeline_that_ships(posttrain):
     """SIGTERM after every 30 s; the smallest pipeline, made long enough for several slices."""
     sets = (
-        "stages.sft.max_steps=1500", "stages.sft.epochs=200", "stages.sft.checkpoint_every=20",
+        "stages.sft.max_steps=4000", "stages.sft.epochs=600", "stages.sft.checkpoint_every=20",
         "stages.reward_model=null", "stages.policy.rewards={task: 1.0}", "stages.policy.checkpoint_every=1",
         "stages.analyze=null",
     )  # fmt: skip
