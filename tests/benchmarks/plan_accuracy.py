@@ -5,7 +5,8 @@
 Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
 from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
 processor time of its steps after the first, with one thread; to those of preference optimisation their share of the
-reference's log-probs is added, which the plan counts and a trainer computes before its first step. A finished case is DIR/cases/*.json and is not run again.
+reference's log-probs is added, which the plan counts and a trainer computes before its first step. A finished case is
+DIR/cases/*.json and is not run again.
 The plan is made by the same functions as the command's, for a process without Prefect and MLflow; there is no loop, so
 no checkpoint either. The table goes to DIR/plan.md, and to --table FILE.
 """
