@@ -522,8 +522,9 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     from flows.cli.main import main
     from flows.monitor.reader import Reader
     from tasks.lifecycle.dead_runs import recorded_runs
-    from tasks.tracking import Tracking
+    from tasks.tracking import Tracking, run_tracker
 
+    monkeypatch.setattr(run_tracker, "AWAY_SECONDS", 0.5)
     settings = [
         "stages.sft.max_steps=2",
         "stages.evaluate.episodes=4",

@@ -12,13 +12,21 @@ from rl_core.storage import faults
 from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
 from tasks.lifecycle.promotion_by_hand import promote_version
-from tasks.tracking import PARENT, Tracking, VersionOf
+from tasks.tracking import PARENT, Tracking, VersionOf, run_tracker
 from tasks.tracking import replay as replaying
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path
 from tasks.tracking.replay import replay_folder, waiting_in
 
 
-def test_models_of_a_store_that_was_away_become_versions_in_their_order(tracking, output, models, tmp_path):
+@pytest.fixture
+def short_waits(monkeypatch):
+    """A run waits less at its end for a store that was away."""
+    monkeypatch.setattr(run_tracker, "AWAY_SECONDS", 0.2)
+
+
+def test_models_of_a_store_that_was_away_become_versions_in_their_order(
+    tracking, output, models, tmp_path, short_waits
+):
     away = Tracking("http://127.0.0.1:9", output, "elsewhere")
     root = output / "late"
     parent = away.start_run("pipeline", root / "runs" / "1")
