@@ -45,8 +45,9 @@ def test_examples_that_are_cut_are_the_same_command_to_a_shell(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [40, 60])
-def test_the_first_texts_fit_into_a_narrow_terminal(columns, monkeypatch):
+def test_the_first_texts_fit_into_a_narrow_terminal(columns, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)  # where no run of this name has finished stages
     stages = SimpleNamespace(active=["prepare_data", "sft", "reward_model", "policy", "evaluate", "promote"])
     first = opening(SimpleNamespace(name="demo", output="outputs", stages=stages)).splitlines()
     first = [line for line in first if not line.startswith("files ")]  # a path is never cut
