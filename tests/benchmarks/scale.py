@@ -124,7 +124,8 @@ def kill_runs(options, points):
 
 
 def last(text):
-    return json.loads(text.strip().splitlines()[-1])
+    """The last line of JSON: Ray's processes print beside it, and behind it."""
+    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
 
 def main():
