@@ -92,7 +92,7 @@ class Killer(threading.Thread):
 
 def kill_workers(folder, kills, staleness, seed):
     """One run of as many iterations as the kills take."""
-    from asynchrony.slow_tools import IN_PROCESS, make_trainer, on_ray
+    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, on_ray
 
     before, schedule = leftovers(), folder / "schedule.jsonl"
     schedule.unlink(missing_ok=True)
@@ -113,6 +113,7 @@ def kill_workers(folder, kills, staleness, seed):
             found["stale_groups"] = team.stale_groups
     finally:
         close()
+        KeptRay.end()
     found["left_over"] = sorted(leftovers() - before)
     if staleness:
         from rl_core.rollout_workers.schedule_replay import ScheduleReplay

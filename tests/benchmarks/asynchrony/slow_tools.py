@@ -140,7 +140,7 @@ def on_ray(count, staleness=0, **more):
 
 
 class KeptRay(RayCluster):
-    """A cluster on a Ray that is started once in a process; its actors end with it."""
+    """A cluster on a Ray that is started once in a process, until `end`; its actors end with it."""
 
     kept = None
 
@@ -153,6 +153,13 @@ class KeptRay(RayCluster):
     def close(self):
         for handle in list(self._handles):
             self.stop(handle)
+
+    @classmethod
+    def end(cls):
+        """Stop Ray, as a run does at its end."""
+        if cls.kept is not None:
+            cls.kept.close()
+            cls.kept = None
 
 
 IN_PROCESS = RolloutSettings(independent=True)
