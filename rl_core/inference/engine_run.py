@@ -5,6 +5,7 @@ n active slots.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from rl_core.settings import SamplingSettings
 
 __all__ = ["EngineRun"]
 
+READY_S = 0.002  # of decoding, until a look at the environments that are waited for: so late does a finished step rejoin
 SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompts differ in length
 
 
@@ -65,6 +67,7 @@ class EngineRun(SlotTable):
         self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
+        self._step_s = READY_S  # of the newest call of compiled code, for each of its tokens
         self._adapter_of = np.full(self._slots, -1, dtype=np.int64)
         if adapters:
             decoder.adapt(adapters, self._adapter_of)
@@ -123,8 +126,14 @@ class EngineRun(SlotTable):
     def _steps_at_once(self) -> int:
         if not self._steps_alone:
             return 0
-        is_awaited = bool(self._waiting_on_env) and self._sampling.rejoin == "ready"
-        return 1 if is_awaited else STEPS
+        if not self._waiting_on_env or self._sampling.rejoin == "together":
+            return STEPS
+        return min(STEPS, max(1, int(READY_S / self._step_s)))
+
+    def _sample_steps(self, n: int, steps: int) -> None:
+        began = time.perf_counter()
+        super()._sample_steps(n, steps)
+        self._step_s = max((time.perf_counter() - began) / steps, READY_S / STEPS)
 
     def _stopped(self, n: int) -> np.ndarray | None:
         if not self._sampling.stop:

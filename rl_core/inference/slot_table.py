@@ -192,9 +192,13 @@ class SlotTable(ABC):
         n = self._count
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
         if not to_append and (steps := self._steps_at_once()):
-            self._decoder.sample_steps(self._states, n, self._is_eos, steps)
+            self._sample_steps(n, steps)
         else:
             self._take_one(n, to_append)
+
+    def _sample_steps(self, n: int, steps: int) -> None:
+        """Sample so many tokens in each of the first n slots by compiled code, each slot until its turn ends."""
+        self._decoder.sample_steps(self._states, n, self._is_eos, steps)
 
     def _take_one(self, n: int, to_append: dict[int, list[int]]) -> None:
         """Sample one token in each of the first n slots, after what is to be appended."""

@@ -30,6 +30,9 @@ class WorkerCluster(Protocol):
     def call(self, worker: Any, method: str, *arguments: Any) -> Any:
         """Ask a worker for a method; shared values among the arguments arrive as what they hold."""
 
+    def call_beside(self, worker: Any, method: str, *arguments: Any) -> Any:
+        """As `call`, for a method that waits: the worker answers other calls meanwhile. One at a time for each."""
+
     def ping(self, worker: Any) -> Any:
         """Ask a worker for a sign of life, which it gives while it plays, too."""
 

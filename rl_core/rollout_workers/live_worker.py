@@ -69,7 +69,7 @@ class LiveWorker(RolloutWorker):
         with self._asked:
             self._tickets += tickets
             self._sampling, self._at_once, self._partial = sampling, at_once, partial
-            self._asked.notify()
+            self._asked.notify_all()
         if self._thread is None:
             # the engine that plays probes while the other one is in the middle of a run
             self.backend = Engine(
@@ -83,11 +83,17 @@ class LiveWorker(RolloutWorker):
         """Queue new weights."""
         with self._asked:
             self._updates.append((update, probe))
-            self._asked.notify()
+            self._asked.notify_all()
 
-    def collect(self) -> WorkerProgress:
-        """Everything that was finished since the last call. Raises: the error that ended the playing."""
+    def collect(self, wait_s: float = 0.0) -> WorkerProgress:
+        """Everything that was finished since the last call; waits so long for the first of it.
+
+        Raises: the error that ended the playing.
+        """
         with self._asked:
+            self._asked.wait_for(
+                lambda: self._done.finished or self._done.transfers or self._error or self._is_ended, wait_s
+            )
             if self._error is not None:
                 raise self._error
             done, self._done = self._done, WorkerProgress()
@@ -97,7 +103,7 @@ class LiveWorker(RolloutWorker):
         """Stop playing, and wait for the thread."""
         with self._asked:
             self._is_ended = True
-            self._asked.notify()
+            self._asked.notify_all()
         if self._thread is not None:
             self._thread.join()
 
@@ -125,6 +131,7 @@ class LiveWorker(RolloutWorker):
     def _end(self, error: PosttrainError) -> None:
         with self._asked:
             self._error = error
+            self._asked.notify_all()
 
     def _play_tickets(self, tickets: Sequence[Ticket]) -> None:
         torch.set_num_threads(self.spec.threads)
@@ -207,6 +214,7 @@ class LiveWorker(RolloutWorker):
     def _hand_over(self, finished: FinishedTicket) -> None:
         with self._asked:
             self._done.finished.append(finished)
+            self._asked.notify_all()
 
     def _take_updates(self, run: LiveRun | None) -> bool:
         """Load all weights that have arrived, in order; True = there were some."""
@@ -223,4 +231,5 @@ class LiveWorker(RolloutWorker):
         load() if run is None else run.exchange(load)
         with self._asked:
             self._done.transfers += reports
+            self._asked.notify_all()
         return bool(reports)

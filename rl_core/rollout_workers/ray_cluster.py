@@ -16,6 +16,7 @@ __all__ = ["RayCluster", "check_store"]
 
 MIB = 2**20
 _WATCH = "watch"  # group of the actor's methods that are answered beside a call that takes long
+_BESIDE = "beside"  # group of those that wait
 SLACK = 64 * MIB  # tasks, rollouts on their way back
 
 
@@ -57,12 +58,16 @@ class RayCluster(RaySession):
         """A new actor."""
         return self.actor(
             _Actor, is_live, spec, base, num_cpus=1, num_gpus=_gpu_share(self._settings.count),
-            concurrency_groups={_WATCH: 1},
+            concurrency_groups={_WATCH: 1, _BESIDE: 1},
         )  # fmt: skip
 
     def call(self, worker: Any, method: str, *arguments: Any) -> Any:
         """A method of the actor's worker."""
         return worker.answer.remote(method, *arguments)
+
+    def call_beside(self, worker: Any, method: str, *arguments: Any) -> Any:
+        """See `WorkerCluster`: on a thread of the actor's own for it."""
+        return worker.answer.options(concurrency_group=_BESIDE).remote(method, *arguments)
 
     def ping(self, worker: Any) -> Any:
         """See `WorkerCluster`: on a thread of the actor's own for it."""

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.rollout_workers.heartbeats import HUNG_S, SILENT
 from rl_core.rollout_workers.live_worker import WorkerProgress
 from rl_core.rollout_workers.sampler_probe import ProbeAnswer
-from rl_core.rollout_workers.team import RolloutTeam, _WorkerSeat
+from rl_core.rollout_workers.team import _LOOK_S, RolloutTeam, _WorkerSeat
 from rl_core.rollout_workers.tickets import FinishedTicket, Ticket, oldest_version, token_versions
 from rl_core.rollout_workers.weights import digests
 from rl_core.rollouts.collect import settle_failures
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 Draw = Callable[[int], Ticket]  # the ticket of a number
 PATIENCE = 2  # times that a group may become too old before an iteration waits for it
-_POLL_S = 0.02
+COLLECT_S = 5.0  # for a worker to wait for something finished, until it answers that there is nothing
 
 
 @dataclass
@@ -86,14 +86,14 @@ class RolloutStream(RolloutTeam):
         for seat in self._seats:
             seat.losses = 0
         taken: list[FinishedTicket] = []
+        wait_s = 0.0
         while len(taken) < count:
             self._draw_ahead(ahead, len(taken), draw)
             self._hand_out(ahead, sampling)
-            self._poll()
+            self._collect(wait_s)
             found = self._ripe(count - len(taken))
             taken += found
-            if not found:
-                time.sleep(_POLL_S)
+            wait_s = 0.0 if found else _LOOK_S
         failed = [episode for finished in taken for episode in finished.failed]
         for finished in taken:
             for rollout in finished.group.rollouts:
@@ -118,9 +118,9 @@ class RolloutStream(RolloutTeam):
                 self._start_all()
                 return
             shared = self.cluster.share(update)
-            for seat in list(self._seats):
-                self._ask(seat, "send", shared, self._probe)
+            calls = [(seat, self.cluster.call(seat.worker, "send", shared, self._probe)) for seat in self._seats]
             self._ask_own()
+            self._await(calls)
 
     def _ask_own(self) -> None:
         super()._ask_own()
@@ -163,25 +163,45 @@ class RolloutStream(RolloutTeam):
             number = min(others or room, key=lambda number: (loads[number], number))
             given[number].append(self._queue.popleft())
             loads[number] += 1
-        for seat in list(self._seats):
-            if given[seat.number]:
-                self._playing |= {ticket.number: (ticket, seat) for ticket in given[seat.number]}
-                self._ask(seat, "begin", given[seat.number], sampling, most, self.settings.partial)
+        calls = []
+        for seat in self._seats:
+            if tickets := given[seat.number]:
+                self._playing |= {ticket.number: (ticket, seat) for ticket in tickets}
+                call = self.cluster.call(seat.worker, "begin", tickets, sampling, most, self.settings.partial)
+                calls.append((seat, call))
+        self._await(calls)
 
-    def _poll(self) -> None:
-        """Ask every worker for what it has finished, and verify the weights that it did so with."""
-        for seat in list(self._seats):
-            collected = self._ask(seat, "collect")
-            if collected is None:
-                continue
-            assert isinstance(collected, WorkerProgress)
-            for report in collected.transfers:
-                self._verify(seat, report)
-            self.dropped_rollouts += collected.dropped
-            for finished in collected.finished:
-                if self._playing.pop(finished.ticket.number, None) is not None:  # never twice
-                    self._players[finished.ticket.number] = seat.number
-                    self._finished.append(finished)
+    def _collect(self, wait_s: float) -> None:
+        """Take everything that workers have finished, waiting so long for the first of it.
+
+        Each worker has one call that waits for it, also while the trainer updates: a finished group is told at once,
+        and nothing is asked for in vain.
+        """
+        for seat in self._seats:
+            if seat.collecting is None:
+                seat.collecting = self.cluster.call_beside(seat.worker, "collect", COLLECT_S)
+        waiting = {seat.collecting: seat for seat in self._seats}
+        while waiting and (ended := self.cluster.wait(list(waiting), wait_s)):
+            wait_s = 0.0
+            for call in ended:
+                seat = waiting.pop(call)
+                seat.collecting = None
+                try:
+                    self._receive(seat, self._value(call))
+                except WorkerLost as lost:
+                    self._lose(seat, str(lost))
+        for number in self._heartbeats.silent((seat.number, seat.worker) for seat in self._seats):
+            self._lose(self._seats[number], SILENT)
+
+    def _receive(self, seat: _WorkerSeat, progress: WorkerProgress) -> None:
+        """Verify the weights that a worker has played with, and take its groups."""
+        for report in progress.transfers:
+            self._verify(seat, report)
+        self.dropped_rollouts += progress.dropped
+        for finished in progress.finished:
+            if self._playing.pop(finished.ticket.number, None) is not None:  # never twice
+                self._players[finished.ticket.number] = seat.number
+                self._finished.append(finished)
 
     def _ripe(self, count: int) -> list[FinishedTicket]:
         """Finished groups that are young enough, at most so many; too old ones are queued again."""
@@ -208,22 +228,25 @@ class RolloutStream(RolloutTeam):
 
     # Workers
 
-    def _ask(self, seat: _WorkerSeat, method: str, *arguments: Any) -> Any:
-        """Result of a worker's method; None where the worker was lost, and another has taken its place."""
-        call = self.cluster.call(seat.worker, method, *arguments)
-        end = time.monotonic() + HUNG_S  # all of these methods return at once: the playing has a thread of its own
-        try:
-            while not self.cluster.wait([call], 0.2):
-                if time.monotonic() > end:
-                    raise WorkerLost(SILENT)
-            return self._value(call)
-        except WorkerLost as lost:
-            mine = sorted(number for number, (_, other) in self._playing.items() if other is seat)
-            for number in reversed(mine):
-                self._queue.appendleft(self._playing.pop(number)[0])
-            self.replayed_groups += len(mine)
-            self._replace(seat, str(lost), f"{len(mine)} groups are played again")
-            return None
+    def _await(self, calls: Sequence[tuple[_WorkerSeat, Any]]) -> None:
+        """Wait for calls of methods that return at once: the playing has a thread of its own. Lost workers are replaced."""
+        end = time.monotonic() + HUNG_S
+        for seat, call in calls:
+            try:
+                while not self.cluster.wait([call], _LOOK_S):
+                    if time.monotonic() > end:
+                        raise WorkerLost(SILENT)
+                self._value(call)
+            except WorkerLost as lost:
+                self._lose(seat, str(lost))
+
+    def _lose(self, seat: _WorkerSeat, how: str) -> None:
+        """Queue again what a lost worker played, and put another into its place."""
+        mine = sorted(number for number, (_, other) in self._playing.items() if other is seat)
+        for number in reversed(mine):
+            self._queue.appendleft(self._playing.pop(number)[0])
+        self.replayed_groups += len(mine)
+        self._replace(seat, how, f"{len(mine)} groups are played again")
 
     def _note(self, taken: list[FinishedTicket]) -> None:
         """Staleness of what is learned from, and its line in the schedule."""

@@ -69,6 +69,7 @@ class _WorkerSeat:
     losses: int = 0  # within the present collection
     version: int = -1  # of the weights that it was verified with
     late: Any = None  # its call for a task that another worker has played meanwhile; None = it is free
+    collecting: Any = None  # asynchronous: its call that waits for finished groups; None = not asked
 
 
 @dataclass
@@ -318,7 +319,7 @@ class RolloutTeam:
         if self.on_event is not None:
             self.on_event(text)
         self.cluster.stop(seat.worker)
-        seat.late, seat.version = None, -1
+        seat.late, seat.collecting, seat.version = None, None, -1
         self._heartbeats.forget(seat.number)
         if seat.losses > LOSSES:
             raise WorkerFailed(

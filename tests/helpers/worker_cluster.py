@@ -2,6 +2,8 @@
 
 import pickle
 import random
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,6 +43,8 @@ class LocalCluster:
         self.random, self.lose, self.worker_class = random.Random(seed), set(lose), worker_class
         self.calls, self.workers, self.opened, self.closed, self.stopped = [], [], [], 0, 0
         self.hung, self.hangs_at_play = [], None  # workers whose calls do not end, and one that will hang
+        self.beside = {}  # number of a call that waits -> its result, on a thread
+        self.threads = ThreadPoolExecutor(8)
 
     def open(self, num_bytes):
         self.opened.append(num_bytes)
@@ -60,6 +64,15 @@ class LocalCluster:
             self.hung = [worker]
         return len(self.calls) - 1
 
+    def call_beside(self, worker, method, *arguments):
+        call = self.call(worker, method, *arguments)
+        self.beside[call] = self.threads.submit(self.answer, call)
+        return call
+
+    def answer(self, call):
+        worker, method, sent = self.calls[call]
+        return pickle.loads(pickle.dumps(worker.answer(method, *sent)))
+
     def ping(self, worker):
         return ("ping", worker)
 
@@ -67,13 +80,16 @@ class LocalCluster:
         if calls and isinstance(calls[0], tuple):
             return [] if calls[0][1] in self.hung else calls
         ready = [call for call in calls if self.calls[call][0] not in self.hung]
+        waiting = [self.beside[call] for call in ready if call in self.beside and call not in self.lose]
+        if waiting and len(waiting) == len(ready):
+            wait_for(waiting, timeout_s, FIRST_COMPLETED)
+        ready = [call for call in ready if call in self.lose or call not in self.beside or self.beside[call].done()]
         return [self.random.choice(ready)] if ready else []
 
     def result(self, call):
-        worker, method, sent = self.calls[call]
         if call in self.lose:
             raise WorkerLost("killed by the test")
-        return pickle.loads(pickle.dumps(worker.answer(method, *sent)))
+        return self.beside.pop(call).result() if call in self.beside else self.answer(call)
 
     def stop(self, worker):
         self.stopped += 1
@@ -83,6 +99,7 @@ class LocalCluster:
 
     def close(self):
         self.closed += 1
+        self.threads.shutdown(wait=False)
         for worker in self.workers:
             if isinstance(worker, LiveWorker):
                 worker.end()

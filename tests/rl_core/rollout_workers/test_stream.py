@@ -1,6 +1,7 @@
 """Asynchronous rollouts: staleness bound, queue, checkpoint, and the replay of a recorded schedule."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.letters import LOW, LetterEpisode, Letters, comparable, weights
@@ -136,9 +137,12 @@ def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path)
 def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(tokenizer):
     trainer = make_stream(tokenizer, staleness=1)
     stream = trainer.stream
-    stream._seats = [_WorkerSeat(number, f"worker {number}") for number in range(2)]
+    stream._seats = [_WorkerSeat(number, number) for number in range(2)]
     given = []
-    stream._ask = lambda seat, method, tickets, *_: given.append((seat.number, [t.number for t in tickets]))
+    stream.cluster = SimpleNamespace(
+        call=lambda worker, method, tickets, *_: given.append((worker, [t.number for t in tickets])),
+        wait=lambda calls, timeout_s: calls, result=lambda call: None,
+    )  # fmt: skip
 
     def ticket(number, plays=0):
         return Ticket(number, EpisodeRequest(number, "low"), 3, 1.0, 5, plays)
@@ -152,6 +156,7 @@ def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_wa
 
 def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
     monkeypatch.setattr("rl_core.rollout_workers.stream.HUNG_S", 0.2)
+    monkeypatch.setattr("rl_core.rollout_workers.heartbeats.HUNG_S", 0.2)
     trainer = make_stream(tokenizer)
     run(trainer, 1)
     cluster, told = trainer.stream.cluster, []
