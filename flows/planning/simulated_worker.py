@@ -221,8 +221,8 @@ class SimulatedWorker:
         if until is not None:
             yield self._sleep(world.env.timeout(until - world.env.now))
             return
-        if (joined := run.join(world.env.now, self.version)) and rates.turn_seconds:
-            yield from world.compute(joined * rates.turn_seconds, self.busy)
+        if joined := run.join(world.env.now, self.version):
+            yield from world.compute(rates.join_seconds + joined * rates.turn_seconds, self.busy)
         step = rates.step_seconds + rates.row_seconds * len(run.active)
         seconds = (run.active[0][0] - run.mark) * step
         if run.is_ready and run.waiting:

@@ -24,7 +24,9 @@ from rl_core.settings import SamplingSettings
 
 __all__ = ["EngineRun"]
 
-READY_S = 0.002  # of decoding, until a look at the environments that are waited for: so late does a finished step rejoin
+READY_S = (
+    0.002  # of decoding, until a look at the environments that are waited for: so late does a finished step rejoin
+)
 SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompts differ in length
 
 

@@ -229,7 +229,7 @@ class RolloutStream(RolloutTeam):
     # Workers
 
     def _await(self, calls: Sequence[tuple[_WorkerSeat, Any]]) -> None:
-        """Wait for calls of methods that return at once: the playing has a thread of its own. Lost workers are replaced."""
+        """Wait for calls of methods that return at once (the playing has a thread of its own); replace lost workers."""
         end = time.monotonic() + HUNG_S
         for seat, call in calls:
             try:

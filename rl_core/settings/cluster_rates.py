@@ -35,6 +35,9 @@ class ClusterRates(Settings):
     step_seconds: float = setting(0.008, ge=0, doc="a decoding step of one worker, without its rows")
     row_seconds: float = setting(7e-5, ge=0, doc="added to that step by each sequence that is decoded")
     turn_seconds: float = setting(0.0, ge=0, doc="reading a prompt or an observation of one sequence")
+    join_seconds: float = setting(
+        0.0, ge=0, doc="added to that whenever sequences begin or go on, however many do so at once"
+    )
     update_seconds: float = setting(0.0, ge=0, doc="an update and its rewards, without the tokens")
     token_seconds: float = setting(1.2e-4, ge=0, doc="added to that by each sampled token, on one training GPU")
     publish_seconds: float = setting(0.0, ge=0, doc="pause of the trainer for a weight update")

@@ -34,9 +34,10 @@ def run_jobs(options):
     """Jobs of the chosen parts: name -> arguments of asynchrony.one_run."""
     jobs = {}
     if "steps" in options.parts:
-        jobs["parts-0.9M"] = dict(kind="parts", prompts=[1, 2, 4, 8, 16], repeats=3)
-        jobs["costs-0.9M"] = dict(kind="costs", crowd_seconds=6, most=max(WORKERS) + 1)
-        for mean in MEANS:
+        parts = dict(kind="parts", prompts=[1, 2, 4, 8, 16], means=MEANS[:2], repeats=2)
+        costs = dict(kind="costs", crowd_seconds=5, most=max(WORKERS) + 1)
+        for turn, mean in enumerate(MEANS):
+            jobs |= {f"parts-0.9M-{turn}": parts, f"costs-0.9M-{turn}": costs}
             ms = f"{1000 * mean:.0f}ms"
             common = dict(kind="steps", mean=mean, seconds=options.seconds * (1.6 if mean > 0.1 else 1))
             jobs[f"alone-{ms}"] = {**common, "workers": 0}

@@ -1,4 +1,4 @@
-"""Durations that a simulation of this machine needs beside those of `one_run.parts`: weights, calls, crowded cores.
+"""Durations that a simulation of this machine needs beside those of `parts.py`: weights, calls, crowded cores.
 
 publish, verify: the trainer's side of a weight update; load: a worker's. call, group: a task to an actor on Ray and its
 result back, by least squares over tasks of one and of eight groups. crowding: times as long as alone that an iteration
@@ -44,12 +44,13 @@ def timed(work):
 
 
 def weight_costs(shape):
-    """A weight update, both sides in this process and one after the other."""
+    """A weight update, both sides in this process and one after the other; the object store is Ray's."""
     from rl_core.models.trainable_weights import trainable_weights
     from rl_core.rollout_workers.weights import all_weights, digests, pack, skeleton
     from rl_core.rollout_workers.worker import RolloutWorker, WorkerSpec, runtime_versions
 
     trainer, _ = make_trainer(on_ray(1), shape=shape)
+    trainer.team.cluster.open(0)
     team, parts, sampling = trainer.team, trainer.team.parts, trainer.settings.sampling
     spec = WorkerSpec(
         skeleton(parts.model), "cpu", parts.renderer, parts.environment, list(parts.eos_ids), parts.pad_id,
@@ -62,8 +63,10 @@ def weight_costs(shape):
             for parameter in parts.model.parameters():
                 parameter.add_(1e-6)
         rows["publish_seconds"].append(
-            timed(lambda n=number: team._next_update(digests(trainable_weights(parts.model)), n, sampling))
-        )
+            timed(lambda n=number: team.cluster.share(
+                team._next_update(digests(trainable_weights(parts.model)), n, sampling)
+            ))
+        )  # fmt: skip
         rows["verify_seconds"].append(timed(team._ask_own))
         rows["load_seconds"].append(timed(lambda: worker.load(team._update, team._probe)))
     return {name: statistics.median(values[2:]) for name, values in rows.items()}

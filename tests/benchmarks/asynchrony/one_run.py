@@ -1,7 +1,7 @@
 """Measured runs in one process, with one Ray: python -m asynchrony.one_run JSON ...; prints a line of JSON for each.
 
-kind "steps": iterations of one layout for so many seconds. "parts": seconds of a decoding step and of an update, by
-least squares over batches of several sizes. "costs": see costs.py. "learning": success by iteration.
+kind "steps": iterations of one layout for so many seconds. "parts", "costs": see parts.py and costs.py. "learning":
+success by iteration.
 """
 
 from __future__ import annotations
@@ -75,40 +75,6 @@ def steps(options):
     }
 
 
-def parts(options):
-    """Seconds of a step, a row, a turn and an update, and the sizes of turns; tools take no time, all in process."""
-    from asynchrony.slow_tools import IN_PROCESS, make_trainer
-
-    decode, update, sizes = [], [], []
-    for prompts in options["prompts"]:
-        trainer, _ = make_trainer(
-            IN_PROCESS, shape=options.get("shape", "0.9M"), prompts_per_iteration=prompts, seed=prompts
-        )
-        trainer.step()
-        for _ in range(options["repeats"]):
-            row = trainer.step()
-            turns = [[turn.num_tokens for turn in r.trajectory.turns] for g in trainer.groups for r in g.rollouts]
-            most = max(map(len, turns))
-            num_steps = sum(max(row[turn] for row in turns if len(row) > turn) for turn in range(most))
-            tokens = sum(map(sum, turns))
-            decode.append((num_steps, tokens, sum(map(len, turns)), row["perf/rollout_seconds"]))
-            update.append((1.0, tokens, row["perf/update_seconds"] + row["perf/reward_seconds"]))
-            sizes += [size for row in turns for size in row]
-    step, row, turn = solve(decode)
-    fixed, token = solve(update)
-    return {"step_seconds": step, "row_seconds": row, "turn_seconds": turn, "update_seconds": fixed,
-            "token_seconds": token, "turn_tokens": sizes, "decode_rows": decode, "update_rows": update}  # fmt: skip
-
-
-def solve(rows):
-    """Non-negative least squares, relative to each measured time."""
-    from scipy.optimize import nnls
-
-    table = np.array(rows, float)
-    weight = 1 / table[:, -1:]
-    return nnls(table[:, :-1] * weight, np.ones(len(table)))[0].tolist()
-
-
 def learning(options):
     """Success of each iteration on the letters task, from the same untrained model."""
     from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, on_ray
@@ -137,8 +103,10 @@ if __name__ == "__main__":
         others = busy_cores()
         if given["kind"] == "costs":
             from asynchrony.costs import costs as measure
+        elif given["kind"] == "parts":
+            from asynchrony.parts import parts as measure
         else:
-            measure = {"steps": steps, "parts": parts, "learning": learning}[given["kind"]]
+            measure = {"steps": steps, "learning": learning}[given["kind"]]
         result = measure(given)
         print(json.dumps({**given, **result, "others": round(others, 2)}), flush=True)
     if KeptRay.kept is not None:

@@ -22,6 +22,7 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 SIGMA = 1.0  # of the logarithm of a tool's seconds: the slowest of 100 calls takes about 6 times the mean
 VOCABULARY = 300
+ENDS = 10  # of these tokens end an action
 SHAPES = {  # by their parameters
     "0.1M": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                  intermediate_size=96),
@@ -94,7 +95,7 @@ class SameEnvironment:
 
 
 def make_trainer(
-    rollouts, *, shape="0.9M", mean=0.0, turns=3, schedule=None, ends=10, context=256, seed=7, environment=None,
+    rollouts, *, shape="0.9M", mean=0.0, turns=3, schedule=None, ends=ENDS, context=256, seed=7, environment=None,
     sampling=None, **options,
 ):  # fmt: skip
     """A trainer with its rollouts in this process, or on Ray as `rollouts` says.

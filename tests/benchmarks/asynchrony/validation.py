@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from asynchrony.parts import fitted
 from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
 from flows.planning.simulation import simulate
 from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
 
 CORES = 2  # of the machine that was measured
 SIGMA = 1.0  # of the tools, see slow_tools
-ITERATIONS = 24
+ITERATIONS = 100
+TRANSPORT = ("publish_seconds", "verify_seconds", "load_seconds", "call_seconds", "group_seconds")
 
 
 @dataclass
@@ -29,12 +31,14 @@ class Measured:
 
 def rates_of(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
     """Durations of the parts, each measured apart from the runs that are predicted, and how crowded cores slow down."""
-    parts = json.loads((points / "parts-0.9M.json").read_text())
-    costs = json.loads((points / "costs-0.9M.json").read_text())
-    names = ("step_seconds", "row_seconds", "turn_seconds", "update_seconds", "token_seconds")
-    more = ("publish_seconds", "verify_seconds", "load_seconds", "call_seconds", "group_seconds")
-    rates = ClusterRates(**{name: parts[name] for name in names}, **{name: costs[name] for name in more}, turns=3)
-    return rates, Measured(parts["turn_tokens"]), tuple(costs["crowding"])
+    parts, costs = (
+        [json.loads(path.read_text()) for path in sorted(points.glob(f"{kind}-0.9M-*.json"))]
+        for kind in ("parts", "costs")
+    )
+    medians = {name: float(np.median([found[name] for found in costs])) for name in TRANSPORT}
+    crowding = np.median([found["crowding"] for found in costs], axis=0).tolist()
+    tokens = [size for found in parts for size in found["turn_tokens"]]
+    return ClusterRates(**fitted(parts), **medians, turns=3), Measured(tokens), tuple(crowding)
 
 
 def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]) -> float:
@@ -46,8 +50,7 @@ def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, cro
         rejoin="ready" if kind == "ready" else "together",
     )  # fmt: skip
     if kind == "alone":
-        free = ("publish_seconds", "verify_seconds", "load_seconds", "call_seconds", "group_seconds")
-        rates = ClusterRates(**{**vars(rates), **dict.fromkeys(free, 0.0)})
+        rates = ClusterRates(**{**vars(rates), **dict.fromkeys(TRANSPORT, 0.0)})
     sizes = RolloutSizes(turns=3, tokens=tokens, tools=LogNormalSpread(mean=mean, sigma=SIGMA))
     seeds = range(3)
     return float(np.mean([simulate(layout, rates, sizes, iterations=ITERATIONS, seed=s).iteration_s for s in seeds]))

@@ -136,6 +136,13 @@ def test_weights_that_arrive_while_a_prompt_is_read_are_taken_before_the_first_t
     assert found.ends == [15, 28] and found.ages == [{0: 10.0}, {1: 0.0, 0: 10.0}]
 
 
+def test_sequences_that_go_on_at_once_cost_a_pause_and_their_turns():
+    """Four begin in 3 s and end their turns at 13; two go on at 15, and pause with the other two at 18; these end."""
+    sizes = Table({0: [10.0, 10.0], 1: [10.0, 10.0]}, {0: [2.0], 1: [5.0]})
+    found = run({}, 1, sizes, join_seconds=1, turn_seconds=0.5, update_seconds=0)
+    assert found.ends == [18 + 1 + 2 * 0.5 + 10]
+
+
 def test_workers_share_tasks_and_trainers_share_tokens():
     """Two workers, tasks of one group each: 3 groups take 20 s; 60 tokens on 3 trainers 20 s; a change of 1 s twice."""
     found = run({"prompts": 3, "workers": 2, "trainers": 3}, 2, token_seconds=1, update_seconds=0)

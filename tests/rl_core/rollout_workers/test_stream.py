@@ -1,6 +1,7 @@
 """Asynchronous rollouts: staleness bound, queue, checkpoint, and the replay of a recorded schedule."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
-from rl_core.errors import DataError
+from rl_core.errors import DataError, WorkerFailed
 from rl_core.rollout_workers.live_worker import LiveWorker
 from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
 from rl_core.rollout_workers.stream import RolloutStream
@@ -172,6 +173,25 @@ def test_a_file_that_is_no_schedule_is_refused(tmp_path, text):
     file.write_bytes(text)
     with pytest.raises(DataError, match=r"schedule\.jsonl"):
         read_schedule(file)
+
+
+def test_what_is_finished_is_told_at_once_and_an_error_too(tokenizer):
+    worker = live_worker(tokenizer)
+    worker.version = 0
+    began = time.monotonic()
+    assert worker.collect(0.2).finished == [] and time.monotonic() - began >= 0.2
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(worker.collect, 60.0)
+        worker.begin([ticket(0, 1)], SamplingSettings(max_completion_tokens=16, max_turns=2), 1, "keep")
+        assert [finished.ticket.number for finished in told.result(20).finished] == [0]
+        told = thread.submit(worker.collect, 60.0)
+        worker._end(WorkerFailed("ended by the test"))
+        with pytest.raises(WorkerFailed, match="ended by the test"):
+            told.result(20)
+        worker._error = None
+        told = thread.submit(worker.collect, 60.0)
+        worker.end()
+        assert told.result(20).finished == []
 
 
 class OneSlow(Letters):

@@ -11,11 +11,14 @@ import pytest
 from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model, make_sessions, sampling
 from helpers.typed_episodes import EOS, Looking, LookThenAnswer, Renderer, Typist
 
+from rl_core.cpu import fused_decode
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any
 from rl_core.errors import EnvironmentFault
+from rl_core.inference import decoder, engine_run
 from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import RolloutSequence
+from rl_core.inference.slot_table import STEPS
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import SamplingSettings
@@ -210,6 +213,36 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
     expected = make_sessions()
     backend_of(Engine).run(expected, sampling(slots=slots))
     assert [s.turns for s in sequences] == [s.turns for s in expected], "who waits for whom changes no token"
+
+
+@pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("step_s", "steps"), [(1e-5, STEPS), (4.9e-4, 4), (0.01, 1)])
+def test_as_many_tokens_are_sampled_before_a_look_at_slow_tools_as_take_two_milliseconds(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
+) -> None:
+    model = make_model("llama", head_dim=16)
+    engine = Engine(model, eos_ids=EOS_IDS, pad_id=0, max_length=128)
+    now, asked = [0.0], dict[bool, list[int]]({True: [], False: []})
+    sample_steps, steps_at_once = decoder.Decoder.sample_steps, engine_run.EngineRun._steps_at_once
+
+    def sample(self: decoder.Decoder, states: object, count: int, is_end_V: object, steps: int) -> None:
+        now[0] += step_s * steps
+        sample_steps(self, states, count, is_end_V, steps)  # type: ignore[arg-type]
+
+    def at_once(self: engine_run.EngineRun) -> int:
+        asked[bool(self._waiting_on_env)].append(found := steps_at_once(self))
+        return found
+
+    with StepPool(32, PATIENCE_S) as pool, monkeypatch.context() as patch:
+        patch.setattr(decoder.Decoder, "sample_steps", sample)
+        patch.setattr(engine_run.EngineRun, "_steps_at_once", at_once)
+        patch.setattr(engine_run.time, "perf_counter", lambda: now[0])
+        sequences = slow_sessions(pool, lambda index: time.sleep(0.02))
+        engine.run(sequences, sampling(rejoin="ready"))
+    assert set(asked[False]) == {STEPS} and set(asked[True]) == {steps}
+    expected = make_sessions()
+    engine.run(expected, sampling())
+    assert [played(s)[:2] for s in sequences] == [played(s)[:2] for s in expected]
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------

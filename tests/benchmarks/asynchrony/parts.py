@@ -1,0 +1,89 @@
+"""Seconds of the parts of an iteration in one process without Ray: of a decoding step, a row, a turn, and an update.
+
+Rollouts count by the seconds of processors that they take, so tools may keep them waiting: with tools, turns begin one
+after the other, in steps of few rows, as they do on workers; without, many at once. Turns of a third of the length tell
+a turn from its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import product
+
+import numpy as np
+
+from asynchrony.slow_tools import ENDS, IN_PROCESS, make_trainer
+
+
+def parts(options):
+    """Rows of what was counted and how long it took, and the lengths of turns; see `fitted`."""
+    decode, update, sizes = [], [], []
+    for mean, ends, prompts in product(options["means"], (ENDS, 3 * ENDS), options["prompts"]):
+        trainer, _ = make_trainer(
+            IN_PROCESS, mean=mean, ends=ends, shape=options.get("shape", "0.9M"), prompts_per_iteration=prompts,
+            seed=prompts, sampling={"rejoin": "ready"},
+        )  # fmt: skip
+        counted = counts(trainer)
+        trainer.step()
+        for _ in range(options["repeats"]):
+            counted.clear()
+            row = trainer.step()
+            turns = [t.num_tokens for g in trainer.groups for r in g.rollouts for t in r.trajectory.turns]
+            decode.append([counted["steps"], sum(turns), len(turns), counted["joins"], counted["seconds"]])
+            if ends == ENDS:
+                update.append([1.0, sum(turns), row["perf/update_seconds"] + row["perf/reward_seconds"]])
+                sizes += turns
+    return {"turn_tokens": sizes, "decode_rows": decode, "update_rows": update}
+
+
+def counts(trainer):
+    """Counter of a trainer's rollouts from now on: steps of the engine, joins, seconds of processors."""
+    from rl_core.inference import engine
+    from rl_core.inference.engine_run import EngineRun
+
+    found = Counter()
+
+    class CountingRun(EngineRun):
+        def _begin(self, slots):
+            found["joins"] += bool(slots)
+            super()._begin(slots)
+
+        def _take_one(self, n, to_append):
+            found["joins"] += bool(to_append)
+            found["steps"] += 1
+            super()._take_one(n, to_append)
+
+        def _sample_steps(self, n, steps):
+            before = self._sampled[:n].copy()
+            super()._sample_steps(n, steps)
+            found["steps"] += int((self._sampled[:n] - before).max())
+
+    play = trainer._play_round
+
+    def counting(*arguments):
+        began = time.process_time()
+        groups = play(*arguments)
+        found["seconds"] += time.process_time() - began
+        return groups
+
+    trainer._play_round = counting
+    engine.EngineRun = CountingRun  # the newest trainer's
+    return found
+
+
+def fitted(rounds):
+    """Seconds of each part, by least squares over the rows of several rounds."""
+    step, row, turn, join = solve([row for found in rounds for row in found["decode_rows"]])
+    fixed, token = solve([row for found in rounds for row in found["update_rows"]])
+    return {"step_seconds": step, "row_seconds": row, "turn_seconds": turn, "join_seconds": join,
+            "update_seconds": fixed, "token_seconds": token}  # fmt: skip
+
+
+def solve(rows):
+    """Non-negative least squares, relative to each measured time."""
+    from scipy.optimize import nnls
+
+    table = np.array(rows, float)
+    weight = 1 / table[:, -1:]
+    return nnls(table[:, :-1] * weight, np.ones(len(table)))[0].tolist()
