@@ -28,7 +28,7 @@ from rl_core.rollout_workers.tickets import FinishedTicket, Ticket, oldest_versi
 from rl_core.rollout_workers.weights import digests
 from rl_core.rollouts.collect import settle_failures
 from rl_core.settings import SamplingSettings
-from rl_core.storage.single_files import append_bytes
+from rl_core.storage.single_files import append_bytes, truncate_file
 from rl_core.timing import span
 from rl_core.types import RolloutGroup
 
@@ -49,6 +49,7 @@ class RolloutStream(RolloutTeam):
     stale_groups: int = 0  # since the beginning: became too old, and were played again
     dropped_rollouts: int = 0  # since the beginning: begun anew because of new weights
     iteration: int = -1
+    _is_cut: bool = False  # the schedule of an interrupted run ends before this one's first iteration
     _part: int = -1  # times that this iteration has taken groups before
     _steps: dict[int, int] = field(default_factory=dict)  # optimizer steps behind each version
     _next: int = 0
@@ -266,8 +267,11 @@ class RolloutStream(RolloutTeam):
             }
             for finished in taken
         ]
+        if not self._is_cut:
+            _cut_schedule(self.schedule, self.iteration)
+            self._is_cut = True
         line = json.dumps({"iteration": self.iteration, "part": self._part, "groups": groups})
-        append_bytes(self.schedule, line.encode() + b"\n")
+        append_bytes(self.schedule, line.encode() + b"\n", synced=True)  # before the checkpoint that follows
 
     def metrics(self) -> dict[str, float]:
         """Those of every team, the age of what was learned from, and the state of the queue."""
@@ -299,3 +303,24 @@ class RolloutStream(RolloutTeam):
         self._next = int(state["next"])
         self._queue = deque(Ticket.from_json(row) for row in state["open"])
         self._playing, self._finished = {}, []
+
+
+def _cut_schedule(path: Path, iteration: int) -> None:
+    """Cut what an interrupted run noted from this iteration on, and a last line that its end tore."""
+    if not path.is_file():
+        return
+    place = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
+                break
+            place += len(line)
+    truncate_file(path, place)
+
+
+def _iteration_of(line: bytes) -> float:
+    """Iteration of a schedule's line; of a damaged one before all: it stays, and `read_schedule` names it."""
+    try:
+        return float(json.loads(line)["iteration"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return -math.inf

@@ -22,6 +22,7 @@ __all__ = [
     "METRICS_HISTORY",
     "PAIRS",
     "RECENT_ROLLOUTS",
+    "SCHEDULE",
     "REVIEW",
     "STAGE_LOG",
     "StageResult",
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric, written when a stage ends
 HISTORY_LINES = "metrics_history.jsonl"  # the same while it trains, a line an export
 
+SCHEDULE = "schedule.jsonl"  # what each iteration of asynchronous rollouts learned from
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
 FAILED_EPISODES = (

@@ -21,6 +21,7 @@ from tasks.pipeline.result import (
     FAILED_EPISODES,
     HISTORY_LINES,
     RECENT_ROLLOUTS,
+    SCHEDULE,
     StageResult,
     content_digest,
     journal_of,
@@ -106,6 +107,7 @@ def keep_checkpoints(folder: Path) -> None:
     if (folder / "checkpoints").is_dir():
         kept |= {THREADS, CONDITIONS, ASIDE, EPOCH_MODELS, HISTORY_LINES}
         kept |= {RECENT_ROLLOUTS}  # nothing may be played any more
+        kept |= {SCHEDULE}  # a replay begins with the first iteration
         clear_leftovers(folder / EPOCH_MODELS, locked=True)
     for path in folder.iterdir():
         if path.name in kept:

@@ -12,6 +12,7 @@ from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
+from tasks.pipeline.result import SCHEDULE
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import validation_episodes
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
-SCHEDULE = "schedule.jsonl"  # what each iteration of asynchronous rollouts learned from
 RECENT = 10  # iterations whose mean stands for the end of training
 
 

@@ -1,5 +1,7 @@
 """Asynchronous rollouts: staleness bound, queue, checkpoint, and the replay of a recorded schedule."""
 
+import copy
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -123,16 +125,25 @@ def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path)
     file = tmp_path / "schedule.jsonl"
     trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64))
     run(trainer, 3)
-    state, kept = trainer.state_dict(), {n: t.clone() for n, t in trainer.policy.state_dict().items()}
+    parts = trainer, trainer.policy, trainer.optimizer_step
+    states = copy.deepcopy([part.state_dict() for part in parts])
+    run(trainer, 1)  # noted, but in no checkpoint, before the end tears a line
+    with open(file, "ab") as torn:
+        torn.write(b'{"iteration": 4, "part": 0, "gro')
     resumed = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), lose={8, 13})
-    resumed.policy.load_state_dict(kept)
-    resumed.load_state_dict(state)
+    for part, state in zip((resumed, resumed.policy, resumed.optimizer_step), states, strict=True):
+        part.load_state_dict(state)
     run(resumed, 3)
     assert resumed.stream.lost_workers == 2
     used = [group["number"] for rows in read_schedule(file).values() for row in rows for group in row["groups"]]
     open_tickets = [ticket.number for ticket in resumed.stream._open()]
     assert len(used) == len(set(used)) == 6 * 4
     assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next))
+    assert [json.loads(line)["iteration"] for line in file.read_bytes().splitlines()] == list(range(6))
+    again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
+    again.stream = ScheduleReplay(file, again.stream.parts, 2)
+    run(again, 6)
+    assert weights(again).numpy().tobytes() == weights(resumed).numpy().tobytes()
 
 
 def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(tokenizer):

@@ -268,15 +268,17 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, 
     assert play(other, body).digest == done.digest  # the number is no content
 
 
-def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
-    """The resumed process plays none, so it could not write the file again; without checkpoints it will."""
-    names = ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST", "epochs/2/config.json",
-             "epochs/.tmp-3@elsewhere-7.0/3/config.json")  # fmt: skip
+def test_rollouts_for_people_and_the_schedule_outlive_a_kill(tmp_path):
+    """A resumed process could not write again what was there before its checkpoint; without checkpoints it will."""
+    names = ("recent_rollouts.jsonl", "schedule.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST",
+             "epochs/2/config.json", "epochs/.tmp-3@elsewhere-7.0/3/config.json")  # fmt: skip
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("{}")
     keep_checkpoints(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "epochs", "recent_rollouts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoints", "epochs", "recent_rollouts.jsonl", "schedule.jsonl",
+    ]  # fmt: skip
     assert [path.name for path in (tmp_path / "epochs").iterdir()] == ["2"]
     (tmp_path / "checkpoints" / "LATEST").unlink()
     (tmp_path / "checkpoints").rmdir()
