@@ -40,7 +40,7 @@ from rl_core.training.loop import run_loop
 OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}
 LONG = {
     "cut muon", "rest muon", "whole muon", "own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared",
-    "policy adapters", "by layer other backend", "by layer recomputed",
+    "policy adapters", "thoughts adapters", "by layer other backend", "by layer recomputed",
 }  # fmt: skip
 
 

@@ -52,8 +52,8 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "thoughts adapters", "whole policy"]
-MORE = ["own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "policy adapters"]
+POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
+MORE = ["thoughts adapters", "own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "policy adapters"]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *(pytest.param(name, marks=slow) for name in MORE)])
