@@ -31,7 +31,7 @@ readme-pictures: $(STAMP)  ## README's results and pictures, from one fresh run 
 	$(BIN)/python docs/tools/readme_pictures.py
 
 test: $(STAMP)  ## the test suite (12 to 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
