@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -24,21 +25,22 @@ def parts(options):
             IN_PROCESS, mean=mean, ends=ends, shape=options.get("shape", "0.9M"), prompts_per_iteration=prompts,
             seed=prompts, sampling={"rejoin": "ready"},
         )  # fmt: skip
-        counted = counts(trainer)
-        trainer.step()
-        for _ in range(options["repeats"]):
-            counted.clear()
-            row = trainer.step()
-            turns = [t.num_tokens for g in trainer.groups for r in g.rollouts for t in r.trajectory.turns]
-            decode.append([counted["steps"], sum(turns), len(turns), counted["joins"], counted["seconds"]])
-            if ends == ENDS:
-                update.append([1.0, sum(turns), row["perf/update_seconds"] + row["perf/reward_seconds"]])
-                sizes += turns
+        with counts(trainer) as counted:
+            trainer.step()
+            for _ in range(options["repeats"]):
+                counted.clear()
+                row = trainer.step()
+                turns = [t.num_tokens for g in trainer.groups for r in g.rollouts for t in r.trajectory.turns]
+                decode.append([counted["steps"], sum(turns), len(turns), counted["joins"], counted["seconds"]])
+                if ends == ENDS:
+                    update.append([1.0, sum(turns), row["perf/update_seconds"] + row["perf/reward_seconds"]])
+                    sizes += turns
     return {"turn_tokens": sizes, "decode_rows": decode, "update_rows": update}
 
 
+@contextmanager
 def counts(trainer):
-    """Counter of a trainer's rollouts from now on: steps of the engine, joins, seconds of processors."""
+    """Counter of a trainer's rollouts inside: steps of the engine, joins, seconds of processors."""
     from rl_core.inference import engine
     from rl_core.inference.engine_run import EngineRun
 
@@ -68,8 +70,11 @@ def counts(trainer):
         return groups
 
     trainer._play_round = counting
-    engine.EngineRun = CountingRun  # the newest trainer's
-    return found
+    engine.EngineRun = CountingRun
+    try:
+        yield found
+    finally:
+        engine.EngineRun = EngineRun
 
 
 def fitted(rounds):
